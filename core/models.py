@@ -1,0 +1,250 @@
+"""The tables. A row is the truth; times are unix seconds as floats, read from the database's clock where rows are compared."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, String, Text, UniqueConstraint
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.sql.expression import FunctionElement
+
+from core.states import JobState
+
+JsonColumn = JSON().with_variant(JSONB(), "postgresql")
+Id = String(64)
+Name = String(255)
+
+
+class database_now(FunctionElement[float]):
+    """Unix seconds by the database's clock, so that hosts whose clocks differ agree on a lease."""
+
+    type = Float()
+    inherit_cache = True
+
+
+@compiles(database_now, "sqlite")
+def _sqlite_now(element: Any, compiler: Any, **options: Any) -> str:
+    # unixepoch('subsec') reads better, but needs SQLite 3.42.
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+@compiles(database_now, "postgresql")
+def _postgresql_now(element: Any, compiler: Any, **options: Any) -> str:
+    # clock_timestamp moves within a transaction; now() would stand still.
+    return "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
+
+
+def new_id(prefix: str) -> str:
+    """An id such as `job-4f1c…`: a prefix that tells the kind and 96 random bits."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+class Base(DeclarativeBase):
+    type_annotation_map = {dict[str, Any]: JsonColumn, list[Any]: JsonColumn, float: Float, int: BigInteger}
+
+
+class Project(Base):
+    """Who owns things. Nobody sees another project's."""
+
+    __tablename__ = "projects"
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    name: Mapped[str] = mapped_column(Name)
+    created_at: Mapped[float] = mapped_column(default=database_now())
+
+
+class ApiKey(Base):
+    """A key's digest and what it may do. The key itself is shown once and not kept."""
+
+    __tablename__ = "api_keys"
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), index=True)
+    name: Mapped[str] = mapped_column(Name)
+    digest: Mapped[str] = mapped_column(String(64))
+    """SHA-256 in hex. The key is random, so a slow hash would add nothing."""
+    scopes: Mapped[list[Any]]
+    """Of `read`, `submit`, `admin`."""
+    created_at: Mapped[float] = mapped_column(default=database_now())
+    expires_at: Mapped[float | None]
+    revoked_at: Mapped[float | None]
+
+
+class File(Base):
+    """An upload that passed validation; its bytes lie in storage under `storage_key`."""
+
+    __tablename__ = "files"
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), index=True)
+    filename: Mapped[str] = mapped_column(Name)
+    """A label from the client; never a path."""
+    purpose: Mapped[str] = mapped_column(String(32))
+    bytes: Mapped[int]
+    sha256: Mapped[str] = mapped_column(String(64))
+    storage_key: Mapped[str] = mapped_column(Text)
+    report: Mapped[dict[str, Any]]
+    """What validation found, as `GET /v1/files/{id}/report` shows it."""
+    created_at: Mapped[float] = mapped_column(default=database_now())
+
+
+class Job(Base):
+    """A job: what was asked, what it became, where it stands, who holds it."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        Index("jobs_by_project", "project_id", "created_at", "id"),
+        Index("jobs_by_state", "state", "created_at"),
+    )
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    kind: Mapped[str] = mapped_column(String(16))
+    name: Mapped[str | None] = mapped_column(Name)
+    labels: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    priority: Mapped[int] = mapped_column(default=0)
+    max_runtime: Mapped[float | None]
+    """Seconds one attempt may run; None has no limit."""
+    spec: Mapped[dict[str, Any]]
+    """What they wanted: `core.spec.JobSpec`."""
+    run_config: Mapped[dict[str, Any]]
+    """What we do: `engine.config.RunConfig`."""
+    plan: Mapped[dict[str, Any]]
+    """What the run was expected to cost when it was submitted."""
+    base_model: Mapped[str | None] = mapped_column(Name)
+    """Name of the model that it starts from; None starts from scratch."""
+    slots: Mapped[int]
+    """Ranks, and so GPUs (or CPU slots), that it needs at once."""
+
+    state: Mapped[JobState] = mapped_column(String(16), default=JobState.QUEUED)
+    attempt: Mapped[int] = mapped_column(default=0)
+    """Fencing token: writes of an older attempt are refused. Raised by each claim."""
+    node: Mapped[str | None] = mapped_column(Name)
+    """Where it is placed while it holds slots."""
+    holder: Mapped[str | None] = mapped_column(Name)
+    """The supervisor that claimed this attempt; None before the claim and after the end."""
+    lease_expires_at: Mapped[float | None]
+    losses: Mapped[int] = mapped_column(default=0)
+    """Attempts lost in a row, to a crash or a dead host, without a new checkpoint between."""
+    retry_at: Mapped[float | None]
+    """Not scheduled before this time, after a loss."""
+    queue_reason: Mapped[str | None] = mapped_column(Text)
+    """Why it is not running yet, in words."""
+    error: Mapped[dict[str, Any] | None] = mapped_column(JsonColumn)
+    """`{code, message, param, rank, hint}` once failed."""
+
+    progress: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    last_step: Mapped[int] = mapped_column(default=0)
+    """Highest step recorded; a resumed attempt's repetitions below it are dropped."""
+    last_event: Mapped[int] = mapped_column(default=0)
+    """`seq` of the newest event; raised under the row's lock, so event order is commit order."""
+    result_model: Mapped[str | None] = mapped_column(Name)
+
+    idempotency_key: Mapped[str | None] = mapped_column(Name)
+    request_digest: Mapped[str | None] = mapped_column(String(64), index=True)
+    created_at: Mapped[float] = mapped_column(default=database_now())
+    started_at: Mapped[float | None]
+    finished_at: Mapped[float | None]
+
+
+class JobEvent(Base):
+    """One thing that happened to a job. Never changed once written."""
+
+    __tablename__ = "job_events"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """1, 2, 3, … within the job, across attempts, without holes."""
+    attempt: Mapped[int]
+    type: Mapped[str] = mapped_column(String(32))
+    """`state`, or the type of an engine event."""
+    level: Mapped[str] = mapped_column(String(8), default="info")
+    message: Mapped[str] = mapped_column(Text)
+    data: Mapped[dict[str, Any]]
+    created_at: Mapped[float]
+
+
+class Metric(Base):
+    """One number of one step."""
+
+    __tablename__ = "metrics"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    value: Mapped[float]
+
+
+class Checkpoint(Base):
+    """A checkpoint that is whole in storage, published by the attempt that held the job."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (UniqueConstraint("job_id", "step"),)
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), index=True)
+    step: Mapped[int]
+    attempt: Mapped[int]
+    storage_prefix: Mapped[str] = mapped_column(Text)
+    bytes: Mapped[int]
+    metrics: Mapped[dict[str, Any]]
+    created_at: Mapped[float] = mapped_column(default=database_now())
+
+
+class Artifact(Base):
+    """One file of a finished job's result."""
+
+    __tablename__ = "artifacts"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    path: Mapped[str] = mapped_column(String(512), primary_key=True)
+    """Relative, with forward slashes, such as `model/config.json`."""
+    kind: Mapped[str] = mapped_column(String(16))
+    """`model`, `adapter` or `manifest`."""
+    bytes: Mapped[int]
+    sha256: Mapped[str] = mapped_column(String(64))
+    storage_key: Mapped[str] = mapped_column(Text)
+
+
+class Model(Base):
+    """A named model that can be trained further or sampled from."""
+
+    __tablename__ = "models"
+
+    id: Mapped[str] = mapped_column(Name, primary_key=True)
+    project_id: Mapped[str | None] = mapped_column(ForeignKey("projects.id"), index=True)
+    """None is a base that everyone may use."""
+    job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
+    """The job that made it."""
+    source: Mapped[str] = mapped_column(Text)
+    """`dir:<folder>` beneath the models directory, or `storage:<prefix>`."""
+    shape: Mapped[dict[str, Any]]
+    """`engine.config.ModelShape`."""
+    created_at: Mapped[float] = mapped_column(default=database_now())
+
+
+class Node(Base):
+    """A host that runs jobs."""
+
+    __tablename__ = "nodes"
+
+    name: Mapped[str] = mapped_column(Name, primary_key=True)
+    device: Mapped[str] = mapped_column(String(16))
+    """`cpu` or `cuda`."""
+    num_slots: Mapped[int]
+    heartbeat_at: Mapped[float]
+    draining: Mapped[bool] = mapped_column(default=False)
+    """Takes nothing new."""
+
+
+class Slot(Base):
+    """One GPU (or CPU slot) of a node and the job that holds it."""
+
+    __tablename__ = "slots"
+
+    node: Mapped[str] = mapped_column(ForeignKey("nodes.name", ondelete="CASCADE"), primary_key=True)
+    index: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), index=True)

@@ -1,0 +1,98 @@
+"""Every setting, read once from the environment. Nothing else in the product reads the environment for configuration."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+from pydantic import AliasChoices, Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def _either(name: str) -> AliasChoices:
+    """The names a variable may have; the common one, without our prefix, is what hosting platforms set."""
+    return AliasChoices(f"TRAINSHED_{name}", name)
+
+
+class Settings(BaseSettings):
+    """Embedded by default: SQLite, a bundled Valkey and local files beneath `data_dir`. Other URLs make it a cluster."""
+
+    model_config = SettingsConfigDict(env_prefix="TRAINSHED_", frozen=True, extra="ignore", populate_by_name=True)
+
+    data_dir: Path = Path("trainshed-data")
+    """Where the embedded parts keep everything, and where runs work."""
+    host: str = "127.0.0.1"
+    """Address that the API listens on."""
+    port: int = Field(8642, ge=0, le=65535)
+    """Port that the API listens on."""
+    database_url: str | None = Field(None, validation_alias=_either("DATABASE_URL"))
+    """SQLAlchemy URL; PostgreSQL in production. Default: SQLite beneath `data_dir`."""
+    redis_url: str | None = Field(None, validation_alias=_either("REDIS_URL"))
+    """Redis or Valkey. Default: the bundled server on a unix socket beneath `data_dir`."""
+    storage_url: str | None = Field(None, validation_alias=_either("STORAGE_URL"))
+    """`file:///folder` or `s3://bucket/prefix`. Default: a folder beneath `data_dir`."""
+    admin_key: str | None = Field(None, pattern=r"^\S{16,}$")
+    """First admin key, at least 16 characters. Default: generated and shown once."""
+    models_dir: Path | None = None
+    """Folder whose subfolders are base models in Hugging Face layout. Default: `data_dir/models`."""
+    slots: int | None = Field(None, ge=1)
+    """Ranks that this host runs at once. Default: its GPUs, or its cores where it has none."""
+    node_name: str = Field(default_factory=socket.gethostname)
+    """What this host is called in the cluster; unique."""
+    max_file_bytes: int = Field(512 * 1024**2, ge=1)
+    """Largest upload, in bytes."""
+    lease_seconds: float = Field(15.0, ge=1)
+    """How long a silent supervisor keeps its job before another takes over, in seconds."""
+    stop_grace_seconds: float = Field(30.0, ge=0)
+    """How long a run that is told to pause or drain may take to save its state, in seconds; then it is killed."""
+    cancel_grace_seconds: float = Field(2.0, ge=0)
+    """How long a cancelled run may take to end, in seconds; then it is killed."""
+    max_losses: int = Field(5, ge=1)
+    """Attempts lost in a row, without a new checkpoint between, before a job fails."""
+    log_level: str = "INFO"
+    """Least severe log line that is written."""
+
+    @property
+    def database(self) -> str:
+        """The SQLAlchemy URL in force, with psycopg 3 as PostgreSQL's driver."""
+        if self.database_url is None:
+            return f"sqlite:///{self.data_dir.absolute() / 'trainshed.db'}"
+        scheme, _, rest = self.database_url.partition("://")
+        return f"postgresql+psycopg://{rest}" if scheme in {"postgres", "postgresql"} else self.database_url
+
+    @property
+    def redis(self) -> str:
+        """The broker's URL in force."""
+        return self.redis_url or f"unix://{self.broker_socket}"
+
+    @property
+    def storage(self) -> str:
+        """The storage URL in force."""
+        return self.storage_url or (self.data_dir.absolute() / "storage").as_uri()
+
+    @property
+    def broker_socket(self) -> Path:
+        """Where the bundled Valkey listens."""
+        return self.data_dir.absolute() / "broker" / "valkey.sock"
+
+    @property
+    def models(self) -> Path:
+        """The folder of base models in force."""
+        return (self.models_dir or self.data_dir / "models").absolute()
+
+    @property
+    def runs(self) -> Path:
+        """Where attempts work on this host."""
+        return self.data_dir.absolute() / "runs"
+
+    @property
+    def lease(self) -> timedelta:
+        return timedelta(seconds=self.lease_seconds)
+
+    def environment(self) -> dict[str, str]:
+        """These settings as environment variables, for the processes that belong to this service."""
+        values = self.model_dump(exclude_none=True)
+        return {f"TRAINSHED_{name.upper()}": os.fspath(value) if isinstance(value, Path) else str(value)
+                for name, value in values.items()}  # fmt: skip

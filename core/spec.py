@@ -1,0 +1,196 @@
+"""What a user asks for: `JobSpec`, the body of `POST /v1/jobs`. It may say "auto"; `core.resolve` turns it into numbers."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
+FileId = Annotated[str, Field(pattern=r"^file-[A-Za-z0-9]{1,58}$")]
+
+
+def _duration(value: object) -> object:
+    """Seconds from `12h`, `1d6h`, `90m`; anything else is pydantic's to judge."""
+    if isinstance(value, str) and value and (match := _DURATION.fullmatch(value)):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    return value
+
+
+class Ask(BaseModel):
+    """A piece of a request that refuses keys it does not know and never guesses a type."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelAsk(Ask):
+    """Exactly one of a base, a preset, or a shape spelled out."""
+
+    base: str | None = Field(None, min_length=1, max_length=255)
+    """Name of a model to continue from."""
+    preset: str | None = None
+    """Name of a shape, such as `llama-15m`."""
+    architecture: Literal["llama"] | None = None
+    num_layers: int | None = Field(None, ge=1)
+    hidden_size: int | None = Field(None, ge=1)
+    num_heads: int | None = Field(None, ge=1)
+    num_kv_heads: int | None = Field(None, ge=1)
+    """Default: `num_heads`."""
+    head_dim: int | None = Field(None, ge=2)
+    """Default: `hidden_size / num_heads`."""
+    ffn_hidden_size: int | None = Field(None, ge=1)
+    max_seq_len: int | None = Field(None, ge=1)
+    vocab_size: int | None = Field(None, ge=2)
+    """Default: the tokenizer's."""
+    tie_embeddings: bool | None = None
+    norm_eps: float | None = Field(None, gt=0)
+    rope_theta: float | None = Field(None, gt=0)
+    rope_scaling: dict[str, Any] | None = None
+    init_std: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def one_way_to_say_it(self) -> Self:
+        said = [name for name in ("base", "preset", "architecture") if getattr(self, name) is not None]
+        if len(said) != 1:
+            raise ValueError('say exactly one of "base", "preset" or "architecture" with its sizes')
+        if said == ["base"] and self.model_fields_set - {"base"}:
+            raise ValueError(f"a base brings its own shape; leave out {sorted(self.model_fields_set - {'base'})}")
+        return self
+
+
+class TokenizerTraining(Ask):
+    vocab_size: int = Field(ge=260, le=1_000_000)
+    """Entries wanted, the 256 bytes and the special tokens among them."""
+
+
+class TokenizerAsk(Ask):
+    """Exactly one of `from`, `train`, `file` and `type`."""
+
+    from_: Literal["base"] | None = Field(None, alias="from")
+    train: TokenizerTraining | None = None
+    file: FileId | None = None
+    type: Literal["bytes"] | None = None
+
+    @model_validator(mode="after")
+    def one_source(self) -> Self:
+        if sum(value is not None for value in (self.from_, self.train, self.file, self.type)) != 1:
+            raise ValueError('say exactly one of "from", "train", "file" and "type"')
+        return self
+
+
+class DataAsk(Ask):
+    train: tuple[FileId, ...] = Field(min_length=1, max_length=64)
+    """Ids of uploaded files."""
+    validation: FileId | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """A file, or the share of the training rows held out."""
+    seq_len: int | None = Field(None, ge=2)
+    """Tokens in a row. Default: the model's `max_seq_len`, at most 1024."""
+    packing: bool = True
+    format: Literal["auto", "text", "chat", "completion"] = "auto"
+    overlong: Literal["error", "drop", "truncate"] = "error"
+
+
+class FullMethod(Ask):
+    type: Literal["full"] = "full"
+
+
+class LoraMethod(Ask):
+    type: Literal["lora"] = "lora"
+    rank: int = Field(16, ge=1, le=1024)
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: Literal["all-linear"] | Annotated[tuple[Target, ...], Field(min_length=1)] = "all-linear"
+
+
+class TrainingAsk(Ask):
+    steps: int | None = Field(None, ge=1)
+    epochs: float | None = Field(None, gt=0)
+    tokens: float | None = Field(None, ge=1)
+    """At most one of steps, epochs and tokens. Default: 3 epochs."""
+    global_batch: int | None = Field(None, ge=1)
+    """Rows per step. Default: 16, or what `parallel.data` needs."""
+    micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    lr: float | None = Field(None, gt=0, le=10)
+    """Default: 3e-4 from scratch, 2e-4 for LoRA, 2e-5 for a full fine-tune."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: float = Field(0.05, ge=0, lt=1)
+    weight_decay: float = Field(0.1, ge=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    clip: float | None = Field(1.0, gt=0)
+    precision: Literal["bf16", "fp32"] = "bf16"
+    seed: int = Field(1, ge=0, lt=2**63)
+    eval_every: int | None = Field(None, ge=1)
+    checkpoint_every: int | None = Field(None, ge=1)
+    """Default: a tenth of the run, at most 500 steps."""
+    keep_checkpoints: int = Field(3, ge=1)
+
+    @model_validator(mode="after")
+    def one_length(self) -> Self:
+        if sum(value is not None for value in (self.steps, self.epochs, self.tokens)) > 1:
+            raise ValueError('say at most one of "steps", "epochs" and "tokens"')
+        return self
+
+
+class ParallelAsk(Ask):
+    tensor: int = Field(1, ge=1)
+    sequence: bool = False
+    pipeline: int = Field(1, ge=1)
+    virtual: int = Field(1, ge=1)
+    context: int = Field(1, ge=1)
+    data: int | None = Field(None, ge=1)
+    """Default: `resources.gpus` divided by the other axes."""
+    shard_optimizer: bool = True
+
+
+class RecomputeAsk(Ask):
+    mode: Literal["none", "selective", "full"] = "selective"
+
+
+class ResourcesAsk(Ask):
+    gpus: int | None = Field(None, ge=1)
+    """GPUs, or CPU slots on hosts without any. Default: what `parallel` needs, or 1."""
+    nodes: int = Field(1, ge=1, le=1)
+    """Hosts. One for now."""
+
+
+class ArtifactsAsk(Ask):
+    merged: bool = True
+    """Under LoRA, also make the base with the adapter merged in."""
+    dtype: Literal["keep", "bf16", "fp32"] = "keep"
+
+
+class JobSpec(Ask):
+    """A training job. `{"kind": "finetune", "model": {"base": …}, "data": {"train": […]}}` is a whole one."""
+
+    kind: Literal["pretrain", "finetune"]
+    name: str | None = Field(None, min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Becomes part of the resulting model's name."""
+    labels: dict[
+        Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]
+    ] = Field(default_factory=dict, max_length=16)  # fmt: skip
+    priority: int = Field(0, ge=-100, le=100)
+    """Higher goes first."""
+    max_runtime: Annotated[timedelta, BeforeValidator(_duration), Field(gt=timedelta(0))] | None = None
+    """Such as `12h`, `1d6h`, `90m`, or seconds as a number."""
+    model: ModelAsk
+    tokenizer: TokenizerAsk | None = None
+    """Default: the base's, or bytes where there is no base."""
+    data: DataAsk
+    method: Annotated[FullMethod | LoraMethod, Field(discriminator="type")] | None = None
+    """Default: LoRA for a fine-tune, full for a pretrain."""
+    training: TrainingAsk = TrainingAsk()
+    parallel: Literal["auto"] | ParallelAsk = "auto"
+    recompute: Literal["auto"] | RecomputeAsk = "auto"
+    resources: ResourcesAsk = ResourcesAsk()
+    artifacts: ArtifactsAsk = ArtifactsAsk()
+
+    @model_validator(mode="after")
+    def kinds_and_models_agree(self) -> Self:
+        if self.kind == "finetune" and self.model.base is None:
+            raise ValueError('a fine-tune starts from a model: set "model": {"base": "<name>"}')
+        return self

@@ -1,0 +1,247 @@
+"""What a run is, with every number explicit. The service resolves a user's wishes to this; the trainer reads nothing else."""
+
+from __future__ import annotations
+
+from math import gcd
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Part(BaseModel):
+    """A frozen piece of configuration that refuses keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelShape(Part):
+    """The sizes of a decoder. Field names are ours; `engine.weights` maps them to and from Hugging Face's."""
+
+    architecture: Literal["llama"] = "llama"
+    """The family: which layers, which names in the exported file."""
+    num_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1)
+    """Fewer than `num_heads` is grouped-query attention."""
+    head_dim: int = Field(ge=2, multiple_of=2)
+    """Width of one head; `hidden_size // num_heads` unless the base says otherwise."""
+    ffn_hidden_size: int = Field(ge=1)
+    max_seq_len: int = Field(ge=1)
+    """Longest sequence the model is meant for, in tokens."""
+    vocab_size: int = Field(ge=2)
+    """True size, before any padding for tensor parallelism."""
+    tie_embeddings: bool = True
+    """The output layer is the transposed embedding."""
+    norm_eps: float = Field(1e-5, gt=0)
+    rope_theta: float = Field(10_000.0, gt=0)
+    rope_scaling: dict[str, Any] | None = None
+    """Hugging Face's `rope_scaling` mapping as it stands in `config.json`; None is plain RoPE."""
+    init_std: float = Field(0.02, gt=0)
+    """Standard deviation of the initial weights."""
+
+    @model_validator(mode="after")
+    def heads_group_evenly(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}; "
+                f"try {gcd(self.num_heads, self.num_kv_heads)}"
+            )
+        return self
+
+
+class Parallel(Part):
+    """How many ranks each axis has. Their product is the number of ranks."""
+
+    tensor: int = Field(1, ge=1)
+    """Ranks that share each matrix; keep within one host."""
+    sequence: bool = False
+    """Shard norms and residuals along the sequence over the tensor axis (Korthikanti et al. 2022)."""
+    pipeline: int = Field(1, ge=1, le=1)
+    """Stages. More than one is not available yet."""
+    virtual: int = Field(1, ge=1, le=1)
+    """Model chunks per pipeline rank. More than one is not available yet."""
+    context: int = Field(1, ge=1, le=1)
+    """Ranks that share one sequence in attention. More than one is not available yet."""
+    data: int = Field(1, ge=1)
+    """Replicas that each take a share of the global batch."""
+    shard_optimizer: bool = True
+    """Give each data rank its share of the optimizer state only (ZeRO-1)."""
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    def check(self, shape: ModelShape, *, seq_len: int) -> None:
+        """Raise ValueError, saying what would work, where `shape` can't be split this way."""
+        for name in ("num_heads", "num_kv_heads", "ffn_hidden_size"):
+            size = getattr(shape, name)
+            if size % self.tensor:
+                raise ValueError(
+                    f"parallel.tensor={self.tensor} must divide {name}={size}; try {gcd(size, self.tensor)}"
+                )
+        if self.sequence and seq_len % self.tensor:
+            raise ValueError(
+                f"parallel.sequence splits seq_len={seq_len} over tensor={self.tensor} ranks, which must divide it; "
+                f"try seq_len={seq_len - seq_len % self.tensor or self.tensor}"
+            )
+
+
+class Recompute(Part):
+    """Which activations are dropped after the forward pass and computed again in the backward pass."""
+
+    mode: Literal["none", "selective", "full"] = "selective"
+    """selective: the attention core alone (Korthikanti et al. 2022, section 5); full: each whole layer."""
+
+
+class Lora(Part):
+    """Low-rank adapters beside frozen matrices (Hu et al. 2021), with the meaning `peft` gives each field."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = (
+        "q", "k", "v", "o", "gate", "up", "down",
+    )  # fmt: skip
+
+
+class TokenizerSource(Part):
+    """Where token ids come from."""
+
+    type: Literal["base", "train", "file", "bytes"]
+    """base: the tokenizer beside the base weights; train: byte-level BPE on the training text; bytes: ids are bytes."""
+    vocab_size: int | None = Field(None, ge=260)
+    """Entries wanted when `type` is "train"; at least the 256 bytes and the special tokens."""
+    path: Path | None = None
+    """A `tokenizer.json` when `type` is "file"; relative to the run directory."""
+
+    @model_validator(mode="after")
+    def has_what_its_type_needs(self) -> Self:
+        if (self.type == "train") != (self.vocab_size is not None):
+            raise ValueError('tokenizer.vocab_size belongs to type "train", and only there')
+        if (self.type == "file") != (self.path is not None):
+            raise ValueError('tokenizer.path belongs to type "file", and only there')
+        return self
+
+
+class Data(Part):
+    """What is trained on. Paths are relative to the run directory."""
+
+    train: tuple[Path, ...] = Field(min_length=1)
+    validation: Path | float | None = None
+    """A file, or the fraction of training rows held out; None trains on everything."""
+    format: Literal["text", "chat", "completion"]
+    """What a line means; see `engine.data.format`."""
+    seq_len: int = Field(ge=2)
+    """Tokens in a row."""
+    packing: bool = True
+    """Fill rows with several examples, isolated from one another."""
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    """What happens to an example longer than a row. Plain text is cut into rows and is never overlong."""
+
+
+class Training(Part):
+    """The optimisation. Exactly one of `steps` and `epochs` is set."""
+
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps."""
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training rows; becomes steps once the rows are counted, at least one."""
+    global_batch: int = Field(ge=1)
+    """Rows per optimizer step over all ranks."""
+    micro_batch: int = Field(ge=1)
+    """Rows per forward pass on one rank."""
+    lr: float = Field(gt=0)
+    """Peak learning rate."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """The schedule ends at this share of `lr`."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: float = Field(0.05, ge=0, lt=1)
+    """Share of all steps over which the rate rises from zero."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled; matrices only, never norms or biases."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    clip: float | None = Field(1.0, gt=0)
+    """Largest global gradient norm; None does not clip."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Of weights and activations; the optimizer keeps fp32 masters either way."""
+    seed: int = Field(1, ge=0, lt=2**63)
+    eval_every: int | None = Field(None, ge=1)
+    """Steps between validations; None validates at the end only, where there is validation data."""
+    checkpoint_every: int | None = Field(None, ge=1)
+    """Steps between checkpoints; None saves at the end, and when stopped."""
+    keep_checkpoints: int = Field(3, ge=1)
+    """Newest checkpoints kept on disk."""
+
+    @model_validator(mode="after")
+    def one_length_and_whole_batches(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("set exactly one of training.steps and training.epochs")
+        return self
+
+    def check(self, parallel: Parallel) -> None:
+        """Raise ValueError, saying what would work, where the batch can't be dealt out evenly."""
+        step = self.micro_batch * parallel.data
+        if self.global_batch % step:
+            below = max(step, self.global_batch - self.global_batch % step)
+            raise ValueError(
+                f"training.global_batch={self.global_batch} must be a multiple of micro_batch={self.micro_batch} "
+                f"x parallel.data={parallel.data}; try {below}"
+            )
+
+
+class Export(Part):
+    """What the run leaves behind."""
+
+    dtype: Literal["keep", "bf16", "fp32"] = "keep"
+    """keep: the base's dtype when fine-tuning, the training precision otherwise."""
+    merged: bool = True
+    """Under LoRA, also write the base with the adapter merged in."""
+
+
+class RunConfig(Part):
+    """One run of the engine. `run.json` is this, and the run directory is the folder it lies in."""
+
+    model: ModelShape | None = None
+    """Shape to start from scratch; None reads it from `base`."""
+    base: Path | None = None
+    """Folder in Hugging Face layout to start from, relative to the run directory; None starts from random weights."""
+    tokenizer: TokenizerSource
+    objective: Literal["pretrain", "sft"]
+    """pretrain: every token is a label; sft: only what the assistant says."""
+    lora: Lora | None = None
+    """None trains every weight."""
+    data: Data
+    training: Training
+    parallel: Parallel = Parallel()
+    recompute: Recompute = Recompute()
+    export: Export = Export()
+    device: Literal["cpu", "cuda"] = "cpu"
+    resume: Path | None = None
+    """Checkpoint folder to continue from, relative to the run directory or absolute."""
+    peak_flops_per_rank: float | None = Field(None, gt=0)
+    """FLOP/s of one device at `training.precision`, for MFU; None leaves MFU out."""
+
+    @model_validator(mode="after")
+    def fits_together(self) -> Self:
+        if (self.model is None) == (self.base is None):
+            raise ValueError("set exactly one of model (from scratch) and base (continue from weights)")
+        if self.lora is not None and self.base is None:
+            raise ValueError("lora needs a base to adapt")
+        if self.tokenizer.type == "base" and self.base is None:
+            raise ValueError('tokenizer.type "base" needs a base')
+        self.training.check(self.parallel)
+        if self.model is not None:
+            self.check_shape(self.model)
+        return self
+
+    def check_shape(self, shape: ModelShape) -> None:
+        """Raise ValueError, saying what would work, where a model of `shape` can't run this way."""
+        if self.data.seq_len > shape.max_seq_len:
+            raise ValueError(
+                f"data.seq_len={self.data.seq_len} is longer than the model's max_seq_len={shape.max_seq_len}; "
+                f"use at most {shape.max_seq_len}"
+            )
+        self.parallel.check(shape, seq_len=self.data.seq_len)

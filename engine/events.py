@@ -1,0 +1,161 @@
+"""What a run tells the world: one JSON object a line in `events.jsonl`, written by rank 0, in order.
+
+A line is whole only with its newline. `seq` counts from 1 within one attempt. The last line of a run that
+ended by itself is `finished`, `stopped` or `failed`; a file without one was cut short.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+ErrorCode = Literal[
+    "invalid_data",
+    "invalid_model",
+    "out_of_memory",
+    "non_finite_loss",
+    "rank_lost",
+    "stalled",
+    "disk_full",
+    "max_runtime",
+    "lease_lost",
+    "internal",
+]
+"""Every reason a job can fail for; the service documents a hint for each."""
+
+
+class EventBase(BaseModel):
+    """The fields that each event has."""
+
+    # A newer engine may say more than an older service knows; unknown fields are ignored, unknown types are not read.
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    seq: int = Field(0, ge=0)
+    """Position in the file, from 1; the writer sets it."""
+    time: float = 0.0
+    """Unix seconds; the writer sets it."""
+
+
+class Started(EventBase):
+    """Data and model are ready and the first step is next."""
+
+    type: Literal["started"] = "started"
+    total_steps: int
+    start_step: int
+    """Steps already done before this attempt; 0 when fresh."""
+    ranks: int
+    parameters: int
+    """Weights of the model, each counted once."""
+    trainable_parameters: int
+    train_rows: int
+    train_tokens: int
+    """Tokens in the training rows, padding left out."""
+    validation_rows: int = 0
+    vocab_size: int
+    device: str
+
+
+class Step(EventBase):
+    """One optimizer step is done."""
+
+    type: Literal["step"] = "step"
+    step: int
+    """Counts from 1 over the whole job, across attempts."""
+    loss: float
+    """Mean over the step's label tokens, in nats."""
+    lr: float
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    tokens: int
+    """Trained on since the job began, padding left out."""
+    tokens_per_second: float
+    step_seconds: float
+    mfu: float | None = None
+    """Model FLOPs utilisation in 0..1; None where the device's peak isn't known."""
+    memory_bytes: int | None = None
+    """Largest device memory held by one rank so far; resident memory on a CPU."""
+
+
+class Evaluated(EventBase):
+    """A validation pass."""
+
+    type: Literal["evaluated"] = "evaluated"
+    step: int
+    loss: float
+    """Mean over all validation label tokens, in nats."""
+    token_accuracy: float
+    tokens: int
+
+
+class CheckpointSaved(EventBase):
+    """A checkpoint is whole on disk."""
+
+    type: Literal["checkpoint"] = "checkpoint"
+    step: int
+    path: str
+    """Relative to the run directory."""
+    bytes: int
+    seconds: float
+
+
+class Log(EventBase):
+    """Something worth reading."""
+
+    type: Literal["log"] = "log"
+    level: Literal["info", "warning", "error"] = "info"
+    message: str
+    rank: int = 0
+
+
+class Progress(EventBase):
+    """Long work outside the training steps: tokenising, loading, exporting."""
+
+    type: Literal["progress"] = "progress"
+    phase: Literal["tokenizer", "data", "model", "export"]
+    done: int
+    total: int
+    unit: str
+
+
+class Finished(EventBase):
+    """All steps are done and `export/` is whole."""
+
+    type: Literal["finished"] = "finished"
+    step: int
+    tokens: int
+    export: str = "export"
+    """Relative to the run directory."""
+
+
+class Stopped(EventBase):
+    """Told to stop (SIGTERM): the step was finished and a checkpoint saved, if there was a step to save."""
+
+    type: Literal["stopped"] = "stopped"
+    step: int
+
+
+class Failed(EventBase):
+    """The run can't go on, and says why."""
+
+    type: Literal["failed"] = "failed"
+    code: ErrorCode
+    message: str
+    """In the user's words."""
+    hint: str | None = None
+    """What to change."""
+    param: str | None = None
+    """The field of the spec that is to blame, if one is."""
+    rank: int | None = None
+
+
+Event = Annotated[
+    Started | Step | Evaluated | CheckpointSaved | Log | Progress | Finished | Stopped | Failed,
+    Field(discriminator="type"),
+]
+
+LAST = (Finished, Stopped, Failed)
+"""Events after which nothing follows."""
+
+adapter: TypeAdapter[Event] = TypeAdapter(Event)
+"""`adapter.validate_json(line)` reads one line."""
