@@ -1,0 +1,71 @@
+# Everything that people and CI run. It needs make and Python 3.11 or newer with venv; no root, no Docker, no running service.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+# The first interpreter that can serve; say PYTHON=… to choose. Each is tried by running it: a shim may exist and not work.
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$python -c '$(ENOUGH)' 2>/dev/null && { echo $$python; break; }; done)
+# More for pip, such as --index-url for a CPU-only build of torch.
+PIP_ARGS ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Two cores and up to two ranks: a thread each, or they fight over the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: help install dev demo serve test check format openapi lock clean
+
+help: ## Say what there is
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+install: $(VENV)/installed ## Make .venv with what the service needs, at the versions tested together
+dev: $(VENV)/installed-dev ## The same, with what tests and checks need
+
+$(BIN)/python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "No Python 3.11 or newer with the venv module was found. Install one (Debian: python3 python3-venv)," \
+			"or name it: make PYTHON=/path/to/python3.11 …" >&2; exit 1; fi
+	@$(PYTHON) -c '$(ENOUGH)' || { \
+		echo "$(PYTHON) is not Python 3.11 or newer with the venv module (Debian: python3-venv)." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV); the first time takes a few minutes."
+	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: install ## Train a model from text, fine-tune it and chat with it, all over HTTP
+	$(BIN)/python examples/demo.py
+
+serve: install ## All of it on this machine, in the foreground
+	$(BIN)/trainshed serve
+
+test: dev ## Everything, against real Valkey, PostgreSQL, Celery and ranks. ARGS=… goes to pytest
+	$(PYTEST) $(ARGS)
+
+check: dev ## Lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: dev ## Mend what can be mended by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+openapi: install ## Write docs/openapi.json anew from the code
+	$(BIN)/trainshed openapi > docs/openapi.json
+
+lock: ## Resolve constraints.txt anew, to the newest versions that fit together
+	$(PYTHON) .ci/lock.py
+
+clean: ## Remove what was made here; data of a service stays
+	rm -rf $(VENV) .demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
