@@ -1,0 +1,1 @@
+"""What a run costs, as arithmetic on its configuration. Never imports torch."""

@@ -1,0 +1,1 @@
+"""What trains the net: schedule, optimizer, checkpoints, the trainer's story, the rank launcher."""
