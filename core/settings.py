@@ -1,9 +1,11 @@
-"""Every setting, read once from the environment. Nothing else in the product reads the environment for configuration."""
+"""Every setting, read once from the environment. Nothing else in the product reads configuration from there."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +19,7 @@ def _either(name: str) -> AliasChoices:
 
 
 class Settings(BaseSettings):
-    """Embedded by default: SQLite, a bundled Valkey and local files beneath `data_dir`. Other URLs make it a cluster."""
+    """Embedded by default: SQLite, a bundled Valkey, local files beneath `data_dir`. Other URLs make it a cluster."""
 
     model_config = SettingsConfigDict(env_prefix="TRAINSHED_", frozen=True, extra="ignore", populate_by_name=True)
 
@@ -96,3 +98,29 @@ class Settings(BaseSettings):
         values = self.model_dump(exclude_none=True)
         return {f"TRAINSHED_{name.upper()}": os.fspath(value) if isinstance(value, Path) else str(value)
                 for name, value in values.items()}  # fmt: skip
+
+
+_TRAINER_MAY_SEE = re.compile(
+    r"PATH|HOME|USER|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHONPATH|PYTHONDONTWRITEBYTECODE|XDG_CACHE_HOME"
+    r"|(?:CUDA|NVIDIA|NCCL|GLOO|OMP|MKL|KMP|TORCH|TORCHINDUCTOR|PYTORCH|TRITON)_\w+"
+)
+
+
+def trainer_environment(devices: Sequence[int]) -> dict[str, str]:
+    """What a trainer sees of our environment: how to find programs and libraries, nothing that opens a door.
+
+    A list of what is let through, since nobody can list every name that a secret may have. `devices` are the GPUs it
+    may use, by their index among those that this host shows us; none hides them all.
+    """
+    seen = {name: value for name, value in os.environ.items() if _TRAINER_MAY_SEE.fullmatch(name)}
+    shown = visible_gpus()
+    ids = [str(index) if shown is None else shown[index] for index in devices]
+    # The run directory is where it works, so our own packages are found by path.
+    ours = os.pathsep.join(filter(None, (os.fspath(Path(__file__).parents[1]), seen.get("PYTHONPATH"))))
+    return seen | {"CUDA_VISIBLE_DEVICES": ",".join(ids), "PYTHONPATH": ours, "PYTHONUNBUFFERED": "1"}
+
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs that this process is limited to, by index or UUID; None where there is no limit."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None else [name for name in value.split(",") if name]
