@@ -1,0 +1,106 @@
+"""What becomes of a job when its attempt has ended: a pure decision. Acting on it is the supervisor's business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any
+
+from engine.events import ErrorCode, Event, Failed, Finished, Stopped
+
+
+class Wish(IntEnum):
+    """What a running attempt is told to do before it is done. Of two wishes the greater counts."""
+
+    DRAIN = 1
+    """The host goes down: save, and let another continue."""
+    PAUSE = 2
+    TIME_IS_UP = 3
+    """`max_runtime` has passed."""
+    CANCEL = 4
+    LOST = 5
+    """The lease belongs to someone else: touch nothing more."""
+
+
+class Action(Enum):
+    """What the supervisor does with the job."""
+
+    PUBLISH = "publish"
+    FAIL = "fail"
+    CANCEL = "cancel"
+    PAUSE = "pause"
+    REQUEUE = "requeue"
+    LOSE = "lose"
+    """The attempt is lost; the job tries again, or fails when it has lost too many."""
+    ABANDON = "abandon"
+    """Someone else decides; write nothing."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    action: Action
+    reason: str
+    error: dict[str, Any] | None = None
+    """`{code, message, param, rank, hint}`; present with FAIL and LOSE."""
+
+
+TRANSIENT: frozenset[ErrorCode] = frozenset({"rank_lost", "stalled", "disk_full", "lease_lost", "internal"})
+"""Failures that another attempt may not meet again. The others would come back with the same data and model.
+
+`internal` is one of them: when a rank dies, another's broken connection can be the first thing that is reported.
+"""
+
+WISHED: dict[Wish, Outcome] = {
+    Wish.DRAIN: Outcome(Action.REQUEUE, "its host is going down"),
+    Wish.PAUSE: Outcome(Action.PAUSE, "paused"),
+    Wish.CANCEL: Outcome(Action.CANCEL, "cancelled"),
+    Wish.LOST: Outcome(Action.ABANDON, "another attempt took over"),
+}
+
+
+def decide(
+    last: Event | None, *, exit_code: int | None, wish: Wish | None, max_runtime: float | None = None
+) -> Outcome:
+    """What to do, from the last event, else the exit code, in the light of the wish.
+
+    `exit_code` None means that the engine never started. Whoever lost the lease, or was cancelled, has no say beyond
+    that; a run that finished all the same is a success, however it was told to stop.
+    """
+    if wish in (Wish.LOST, Wish.CANCEL):
+        return WISHED[wish]
+    match last:
+        case Finished():
+            return Outcome(Action.PUBLISH, "finished")
+        case Failed():
+            action = Action.LOSE if last.code in TRANSIENT else Action.FAIL
+            return Outcome(action, last.message, last.model_dump(include={"code", "message", "param", "rank", "hint"}))
+        case Stopped() if wish is None:
+            return Outcome(Action.REQUEUE, "the engine was told to stop by something outside")
+    if wish is Wish.TIME_IS_UP:
+        return Outcome(Action.FAIL, "max_runtime", out_of_time(max_runtime))
+    if wish is not None:
+        return WISHED[wish]
+    message = f"the engine ended without saying why ({describe(exit_code)})"
+    return Outcome(Action.LOSE, message, error("rank_lost", message, hint="The logs of the ranks may tell more."))
+
+
+def error(code: ErrorCode, message: str, *, hint: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """A job's error, as its row keeps it."""
+    return {"code": code, "message": message, "param": param, "rank": None, "hint": hint}
+
+
+def out_of_time(max_runtime: float | None) -> dict[str, Any]:
+    limit = "its limit" if max_runtime is None else f"{max_runtime:g} seconds"
+    return error(
+        "max_runtime",
+        f"the job ran for {limit}, its max_runtime, and was stopped",
+        hint="Its newest checkpoint is kept: submit it again with a longer max_runtime, or fewer steps.",
+        param="max_runtime",
+    )
+
+
+def describe(exit_code: int | None) -> str:
+    """An exit code in words: negative is a signal, as `subprocess` has it."""
+    if exit_code is None:
+        return "it never started"
+    return f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
