@@ -1,0 +1,38 @@
+"""What one forward pass of the model is given. Who fills rows, and with which examples, is `engine.data`'s business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+"""The label of a position at which nothing is predicted."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows of T tokens, all tensors on one device. Every rank of a data replica holds the same batch."""
+
+    tokens_BT: Tensor
+    """int64 token ids."""
+    labels_BT: Tensor
+    """int64 id to predict at that position (already shifted by one); IGNORE where there is none."""
+    positions_BT: Tensor
+    """int64 position within the document, from 0."""
+    documents_BT: Tensor | None = None
+    """int64 number of the document within its row; attention never crosses. None: each row is one document."""
+    weights_BT: Tensor | None = None
+    """fp32 weight of each label's loss; None: all ones."""
+    rows_B: Tensor | None = None
+    """int64 place of each row within the step's global batch, which dropout masks are derived from; None: 0 to B-1."""
+    step: int = 0
+    """Optimizer step the batch belongs to, which dropout masks are derived from."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same batch on `device`."""
+        moved = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors: dict[str, Any] = {name: x.to(device) for name, x in moved.items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)

@@ -1,0 +1,1 @@
+"""Tests of the net: layers, parallelism, weights, adapters, generation."""

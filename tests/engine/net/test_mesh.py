@@ -1,0 +1,48 @@
+"""The mesh: who is whose neighbour."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine import mesh
+from engine.config import Parallel
+from tests.worlds import RankFailed, World
+
+
+def test_tensor_ranks_are_neighbours_and_data_ranks_are_apart() -> None:
+    parallel = Parallel(tensor=2, data=2)
+    assert mesh.members(parallel, "tensor") == [[0, 1], [2, 3]]
+    assert mesh.members(parallel, "data") == [[0, 2], [1, 3]]
+    assert mesh.coordinates(parallel, 3) == {"tensor": 1, "context": 0, "data": 1, "pipeline": 0}
+
+
+def test_a_mesh_of_another_size_than_the_world_is_refused() -> None:
+    with pytest.raises(ValueError, match="asks for 2 ranks"):
+        mesh.build(Parallel(tensor=2))
+
+
+def sum_over_tensor() -> float:
+    grid = mesh.build(Parallel(tensor=2))
+    x = torch.tensor([float(grid.rank("tensor") + 1)])
+    dist.all_reduce(x, group=grid.group("tensor"))
+    grid.barrier()
+    grid.close()
+    return x.item()
+
+
+def test_ranks_of_a_group_hear_each_other(world2: World) -> None:
+    assert world2.run(sum_over_tensor) == [3.0, 3.0]
+
+
+def fail_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("lost")
+    dist.barrier()
+
+
+def test_a_failing_rank_is_named_and_the_next_case_runs_in_a_new_world(world2: World) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 raised[\s\S]*KeyError: 'lost'"):
+        world2.run(fail_on_rank_1)
+    assert world2.run(sum_over_tensor) == [3.0, 3.0]
