@@ -35,7 +35,7 @@ $(BIN)/python:
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing into $(VENV); the first time takes a few minutes."
-	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --editable .
+	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[engine]'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
