@@ -1,4 +1,4 @@
-"""Write `events.jsonl`: numbered, timed, one whole line at a time. What the events mean is `engine.events`' business."""
+"""Write `events.jsonl`: numbered, timed, a whole line at a time. What the events mean is `engine.events`' business."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Emitter:
         self.seq += 1
         event = event.model_copy(update={"seq": self.seq, "time": self.clock()})
         line = memoryview(event.model_dump_json().encode() + b"\n")
-        # One write is one line to whoever follows; a short write happens on a full disk only, and then the next one raises.
+        # One write is one line to whoever follows. Only a full disk makes it short, and then the next one raises.
         while line:
             line = line[os.write(self._file, line) :]
         return event

@@ -22,7 +22,7 @@ def test_grouped_queries_and_packed_documents_cost_less():
         num_layers=1, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=2, ffn_hidden_size=8, max_seq_len=8,
         vocab_size=10,
     )  # fmt: skip
-    # q 4x4, k and v 4x2, o 4x4, gate up down 4x8, output 4x10: 184 weights, 6 FLOPs each; per pair 4 x (2 heads x 2) x 3.
+    # q 4x4, k and v 4x2, o 4x4, gate up down 4x8, output 4x10: 184 weights, 6 FLOPs each; 4 x (2 heads x 2) x 3 a pair.
     assert model_flops(shape, tokens=8, pairs=3 * 3 + 5 * 5) == 8 * 6 * 184 + 34 * 48
 
 

@@ -1,0 +1,90 @@
+"""Why a run can't go on: from the exception to the `failed` event, and from one rank to whoever writes it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from engine.events import ErrorCode, Failed
+
+FOLDER = "failures"
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
+"""What torch's allocators say; those of the CPU raise a plain RuntimeError."""
+
+
+class RunFailure(Exception):
+    """The run can't go on, for a reason that the user can act on."""
+
+    def __init__(self, code: ErrorCode, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.code: ErrorCode = code
+        self.hint = hint
+
+
+class LostContact(RunFailure):
+    """Another rank is gone. Its own reason, where there is one, says more."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__("rank_lost", f"lost contact with another rank: {_first_line(error)}")
+
+
+def explain(error: BaseException, *, rank: int) -> Failed:
+    """The `failed` event for `error`, raised on `rank`."""
+    said = _first_line(error)
+    match error:
+        case RunFailure():
+            return Failed(code=error.code, message=str(error), hint=error.hint, rank=rank)
+        case OSError(errno=number) if number in DISK_FULL:
+            return Failed(
+                code="disk_full",
+                message=f"the disk is full: {said}",
+                hint="Free space on the host, or keep fewer checkpoints (training.keep_checkpoints).",
+                rank=rank,
+            )
+        case _ if isinstance(error, MemoryError) or any(phrase in said.lower() for phrase in OUT_OF_MEMORY):
+            return Failed(
+                code="out_of_memory",
+                message=f"out of memory: {said or 'the host has none left'}",
+                hint="Lower training.micro_batch or data.seq_len, recompute more, or use more ranks.",
+                rank=rank,
+            )
+        case ValidationError():
+            return Failed(code="invalid_model", message=" ".join(str(error).split()), rank=rank)
+    return Failed(
+        code="internal",
+        message=f"{type(error).__name__}: {said}",
+        hint=f"The traceback is in logs/rank-{rank}.log.",
+        rank=rank,
+    )
+
+
+def hand_over(run_dir: Path, failed: Failed) -> None:
+    """Leave `failed` where the launcher and the other ranks look for it."""
+    path = run_dir / FOLDER / f"rank-{failed.rank}.json"
+    path.parent.mkdir(exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(failed.model_dump_json())
+    os.replace(unfinished, path)
+
+
+def handed_over(run_dir: Path) -> Failed | None:
+    """The reason that some rank left: the first that is not merely another rank's absence, else any."""
+    paths = sorted((run_dir / FOLDER).glob("rank-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    reasons = [Failed.model_validate(json.loads(path.read_text())) for path in paths]
+    causes = [reason for reason in reasons if reason.code != "rank_lost"]
+    return next(iter(causes + reasons), None)
+
+
+def forget(run_dir: Path) -> None:
+    """Remove what the ranks of an earlier run in this folder left."""
+    for path in (run_dir / FOLDER).glob("rank-*"):
+        path.unlink()
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")

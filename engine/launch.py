@@ -1,0 +1,279 @@
+"""Start the ranks of one run on this host, and answer for them: no rank outlives another, the launcher, or its lease.
+
+Never imports torch, so that it is up in no time and stays small. What a rank does is `engine.trainer`'s business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from engine import failure
+from engine.emit import Emitter, last_event
+from engine.events import Failed, Finished, Stopped
+
+log = logging.getLogger(__name__)
+
+TRAIN = (sys.executable, "-m", "engine", "train")
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+PR_SET_PDEATHSIG = 1
+ENVIRONMENT = {
+    # Page faults took 20-40 % of the time of small models on a CPU: freed memory stays with the process.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+    # A thread that waits for another rank must not hold the core which that rank needs.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTHONUNBUFFERED": "1",
+}
+"""What each rank starts with, unless the launcher's own environment says otherwise."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of the run."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def ended_badly(self) -> bool:
+        return self.process.poll() not in (None, 0)
+
+
+def launch(
+    run_file: Path,
+    *,
+    ranks: int,
+    threads: int | None = None,
+    heartbeat_timeout: float | None = None,
+    command: Sequence[str] = TRAIN,
+) -> int:
+    """Run `command RUN_FILE` on every rank until all are gone; 0 when the run finished or stopped, else 1.
+
+    With `heartbeat_timeout` (seconds), each byte on stdin renews the lease; its end, or a longer silence, kills the
+    whole process group.
+    """
+    run_dir = run_file.absolute().parent
+    clear(run_dir)
+    with ExitStack() as stack:
+        watch = stack.enter_context(Watch(heartbeat_timeout))
+        rendezvous = run_dir / f".rendezvous-{os.getpid()}-{time.time_ns()}"
+        stack.callback(rendezvous.unlink, missing_ok=True)
+        kills_before = kernel_memory_kills()
+        crew = start(run_file.absolute(), ranks=ranks, threads=threads, rendezvous=rendezvous, command=command)
+        stack.callback(kill, crew)
+        watch.look_after(crew)
+        while any(rank.process.poll() is None for rank in crew) and not any(rank.ended_badly for rank in crew):
+            watch.wait()
+        # Whoever is left waits for the one that is gone.
+        fallen = next((rank for rank in crew if rank.ended_badly), None)
+        kill(crew)
+    return conclude(run_dir, crew, fallen, memory_kill=kernel_memory_kills() > kills_before)
+
+
+def clear(run_dir: Path) -> None:
+    """Make room for this run's own traces where an earlier one ran in the same folder."""
+    (run_dir / "events.jsonl").unlink(missing_ok=True)
+    failure.forget(run_dir)
+    (run_dir / "logs").mkdir(exist_ok=True)
+
+
+def start(run_file: Path, *, ranks: int, threads: int | None, rendezvous: Path, command: Sequence[str]) -> list[Rank]:
+    """Start every rank in the run directory, with its number, its threads and its log."""
+    crew = []
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": str(threads or max(1, cores() // ranks)),
+        "ENGINE_RENDEZVOUS": rendezvous.as_uri(),
+    }
+    at_birth = die_with(os.getpid())
+    for number in range(ranks):
+        own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+        with (run_file.parent / "logs" / f"rank-{number}.log").open("wb") as output:
+            process = subprocess.Popen(
+                [*command, str(run_file)],
+                cwd=run_file.parent,
+                env=environment(os.environ) | shared | own,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=at_birth,
+            )
+        crew.append(Rank(number, process))
+    log.info("ranks started: %s", " ".join(str(rank.process.pid) for rank in crew))
+    return crew
+
+
+def environment(own: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a rank, from the launcher's `own`."""
+    # The ranks of one host talk over loopback, whatever its hostname resolves to.
+    loopback = next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), None)
+    network = {} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback}
+    # The engine is found from the run directory as it was found from here.
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [own.get("PYTHONPATH")])])
+    return ENVIRONMENT | network | dict(own) | {"PYTHONPATH": path}
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def die_with(launcher: int) -> Callable[[], None]:
+    """What a rank does between fork and exec: hold signals until it listens, and die when the launcher does."""
+    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+    def at_birth() -> None:
+        # A stop that comes while the interpreter starts stays pending until `engine.__main__` asks for it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        if libc is not None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            # It may have died before the line above.
+            if os.getppid() != launcher:
+                os._exit(1)
+
+    return at_birth
+
+
+class Watch:
+    """Waits for what concerns the launcher: a child's end, a wish to stop, the lease."""
+
+    def __init__(self, heartbeat_timeout: float | None) -> None:
+        self.crew: Sequence[Rank] = ()
+        self.stopping = False
+        self.timeout = heartbeat_timeout
+        self.renewed = time.monotonic()
+        self.wakeup, self._signalled = socket.socketpair()
+
+    def __enter__(self) -> Watch:
+        if self.timeout is not None and os.getpgrp() != os.getpid():
+            # The lease ends by killing the group, which must be ours alone.
+            os.setpgid(0, 0)
+        self.wakeup.setblocking(False)
+        self._signalled.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._signalled.fileno())
+        self._before = {number: signal.signal(number, self.stop) for number in STOP_SIGNALS}
+        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self.wakeup.close()
+        self._signalled.close()
+
+    def look_after(self, crew: Sequence[Rank]) -> None:
+        """Pass a wish to stop on to `crew` from here on, and the one that came while it was being started."""
+        self.crew = crew
+        if self.stopping:
+            self.pass_on()
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        log.info("told to stop by %s", signal.Signals(number).name)
+        self.stopping = True
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Tell the ranks to stop; they finish the step, save and end."""
+        for rank in self.crew:
+            rank.process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> None:
+        """Return when a child may have ended. Dies, and takes the whole group along, when the lease is over."""
+        watched = [self.wakeup, *([sys.stdin.fileno()] if self.timeout is not None else [])]
+        left = None if self.timeout is None else self.renewed + self.timeout - time.monotonic()
+        ready, _, _ = select.select(watched, [], [], None if left is None else max(0, left))
+        if self.wakeup in ready:
+            self.wakeup.recv(4096)
+        if self.timeout is None:
+            return
+        if sys.stdin.fileno() in ready:
+            if not os.read(sys.stdin.fileno(), 4096):
+                self.die("the supervisor is gone: its end of stdin closed")
+            self.renewed = time.monotonic()
+        elif time.monotonic() >= self.renewed + self.timeout:
+            self.die(f"the lease was not renewed for {self.timeout:g} seconds")
+
+    def die(self, why: str) -> None:
+        log.error("killing the process group: %s", why)
+        os.killpg(0, signal.SIGKILL)
+
+
+def kill(crew: Sequence[Rank]) -> None:
+    """Leave no rank behind."""
+    for rank in crew:
+        if rank.process.poll() is None:
+            rank.process.kill()
+    for rank in crew:
+        rank.process.wait()
+
+
+def conclude(run_dir: Path, crew: Sequence[Rank], fallen: Rank | None, *, memory_kill: bool) -> int:
+    """Make sure that the events say how the run ended, and turn that into an exit code."""
+    last = last_event(run_dir / "events.jsonl")
+    if last is None:
+        last = reason(run_dir, len(crew), fallen, memory_kill=memory_kill)
+        with Emitter(run_dir / "events.jsonl") as emitter:
+            emitter.emit(last)
+    if isinstance(last, Failed):
+        log.error("failed (%s): %s", last.code, last.message)
+    else:
+        log.info("%s", last.type)
+    return 0 if isinstance(last, Finished | Stopped) else 1
+
+
+def reason(run_dir: Path, ranks: int, fallen: Rank | None, *, memory_kill: bool) -> Failed:
+    """Why a run without a last event is over: what the fallen rank said, else how it fell."""
+    if (said := failure.handed_over(run_dir)) is not None:
+        return said
+    if fallen is None:
+        return Failed(code="internal", message="every rank ended without saying how the run went")
+    who = f"rank {fallen.number} of {ranks}"
+    code = fallen.process.returncode
+    if code == -signal.SIGKILL and memory_kill:
+        return Failed(
+            code="out_of_memory",
+            message=f"{who} was killed because the host ran out of memory",
+            hint="Lower training.micro_batch or data.seq_len, recompute more, or use a larger host.",
+            rank=fallen.number,
+        )
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return Failed(
+        code="rank_lost",
+        message=f"{who} {how}",
+        hint=f"Its output is in logs/rank-{fallen.number}.log.",
+        rank=fallen.number,
+    )
+
+
+def kernel_memory_kills() -> int:
+    """Processes that this host's kernel has killed for want of memory since it started; 0 where it doesn't count."""
+    try:
+        counters = Path("/proc/vmstat").read_text()
+    except FileNotFoundError:
+        return 0
+    return next((int(line.split()[1]) for line in counters.splitlines() if line.startswith("oom_kill ")), 0)
+
+
+def main(run_file: Path, *, ranks: int, threads: int | None, heartbeat_timeout: float | None) -> int:
+    """`launch` from the command line, with its log in the run directory and on stderr."""
+    logs = run_file.absolute().parent / "logs"
+    logs.mkdir(exist_ok=True)
+    handlers: list[logging.Handler] = [logging.FileHandler(logs / "launch.log"), logging.StreamHandler()]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=handlers)
+    return launch(run_file, ranks=ranks, threads=threads, heartbeat_timeout=heartbeat_timeout)

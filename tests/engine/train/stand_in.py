@@ -1,0 +1,49 @@
+"""A rank that does as `run.json` tells it, without torch: `{"0": "train", "1": "raise"}` is a script by rank.
+
+It says that it is up by a line in the fifo beside `run.json`, and keeps that open: it ends when every rank is gone.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from engine.emit import Emitter
+from engine.events import Failed, Finished, Stopped
+from engine.failure import hand_over
+
+run_file = Path(sys.argv[1])
+rank = int(os.environ["RANK"])
+script = json.loads(run_file.read_text())[str(rank)]
+
+
+def end(event) -> None:
+    if rank == 0:
+        with Emitter(run_file.parent / "events.jsonl") as emitter:
+            emitter.emit(event)
+
+
+def stop(*_: object) -> None:
+    end(Stopped(step=7))
+    os._exit(0)
+
+
+signal.signal(signal.SIGTERM, stop)
+fifo = os.open(run_file.parent / "up", os.O_WRONLY)
+facts = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
+os.write(fifo, (json.dumps(facts | {"pid": os.getpid(), "cwd": os.getcwd()}) + "\n").encode())
+match script:
+    case "finish":
+        end(Finished(step=1, tokens=1))
+    case "die":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    case "raise":
+        hand_over(run_file.parent, Failed(code="invalid_data", message="line 3 is not JSON", rank=rank))
+        sys.exit(1)
+    case "leave":
+        sys.exit(3)
+    case "train":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        while True:
+            signal.pause()

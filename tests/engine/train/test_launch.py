@@ -1,0 +1,190 @@
+"""The rank launcher with real processes; the ranks are stand-ins that need no torch."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.emit import last_event
+from engine.events import Failed, Finished, Log, Stopped
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from engine.launch import launch
+timeout = float(sys.argv[3]) if sys.argv[3:] else None
+sys.exit(launch(Path(sys.argv[1]), ranks=int(sys.argv[2]), heartbeat_timeout=timeout, threads=3, command={command!r}))
+"""
+STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in.py")))
+DEADLINE = 20.0
+
+
+class Run:
+    """A launcher at work, and the fifo that its ranks hold open."""
+
+    def __init__(self, run_dir: Path, *, heartbeat_timeout: float | None = None, **script: str) -> None:
+        self.run_dir = run_dir
+        (run_dir / "run.json").write_text(
+            json.dumps({name.removeprefix("rank"): does for name, does in script.items()})
+        )
+        os.mkfifo(run_dir / "up")
+        self.fifo = os.open(run_dir / "up", os.O_RDONLY | os.O_NONBLOCK)
+        self.held_open = os.open(run_dir / "up", os.O_WRONLY)
+        arguments = [str(run_dir / "run.json"), str(len(script))]
+        arguments += [] if heartbeat_timeout is None else [str(heartbeat_timeout)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH.format(command=STAND_IN), *arguments],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.ranks = [json.loads(self._line()) for _ in script]
+        os.close(self.held_open)
+
+    def beat(self) -> None:
+        os.write(self.process.stdin.fileno(), b".")
+
+    def gone(self) -> int:
+        """Wait for the end of the launcher and of each rank; the launcher's exit code."""
+        code = self.process.wait(timeout=DEADLINE)
+        assert self._read() == b"", "a rank outlived the launcher"
+        return code
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.process.stdin.close()
+        os.close(self.fifo)
+
+    def last(self):
+        return last_event(self.run_dir / "events.jsonl")
+
+    def _line(self) -> bytes:
+        line = b""
+        while not line.endswith(b"\n"):
+            line += self._read(1)
+        return line
+
+    def _read(self, size: int = 4096) -> bytes:
+        ready, _, _ = select.select([self.fifo], [], [], DEADLINE)
+        assert ready, "nothing within the deadline"
+        return os.read(self.fifo, size)
+
+
+@pytest.fixture
+def start(tmp_path):
+    runs = []
+
+    def begin(**arguments) -> Run:
+        runs.append(Run(tmp_path, **arguments))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+def test_ranks_are_told_who_they_are_and_a_finished_run_ends_with_0(start, tmp_path):
+    run = start(rank0="finish", rank1="finish")
+    assert run.gone() == 0
+    assert run.last().type == "finished"
+    told = {rank.pop("RANK"): rank for rank in run.ranks}
+    assert set(told) == {"0", "1"}
+    assert told["1"].pop("pid") != run.process.pid
+    assert told["1"] == {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "3", "cwd": str(tmp_path)}
+
+
+def test_a_rank_that_dies_takes_the_others_along_and_is_named(start):
+    run = start(rank0="train", rank1="die", rank2="train")
+    assert run.gone() == 1
+    assert run.last() == Failed(
+        seq=1, time=run.last().time, code="rank_lost", message="rank 1 of 3 was killed by SIGSEGV", rank=1,
+        hint="Its output is in logs/rank-1.log.",
+    )  # fmt: skip
+
+
+def test_a_rank_killed_from_outside_ends_the_run(start):
+    run = start(rank0="train", rank1="train")
+    victim = next(rank for rank in run.ranks if rank["RANK"] == "0")
+    os.kill(victim["pid"], signal.SIGKILL)
+    assert run.gone() == 1
+    assert (run.last().code, run.last().message) == ("rank_lost", "rank 0 of 2 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "message"),
+    [
+        pytest.param("raise", "invalid_data", "line 3 is not JSON", id="reason-handed-over"),
+        pytest.param("leave", "rank_lost", "rank 1 of 2 ended with exit code 3", id="no-reason"),
+    ],
+)
+def test_a_rank_that_leaves_has_its_reason_written_for_it(start, does, code, message):
+    run = start(rank0="train", rank1=does)
+    assert run.gone() == 1
+    assert (run.last().code, run.last().message, run.last().rank) == (code, message, 1)
+
+
+def test_what_rank_0_said_last_stands(start):
+    run = start(rank0="finish", rank1="leave")
+    assert run.gone() in (0, 1)
+    assert run.last() is not None
+
+
+def test_sigterm_reaches_the_ranks_and_a_stopped_run_ends_with_0(start):
+    run = start(rank0="train", rank1="train")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.gone() == 0
+    assert run.last() == Stopped(seq=1, time=run.last().time, step=7)
+
+
+def test_kill_9_of_the_launcher_leaves_no_rank(start):
+    run = start(rank0="train", rank1="train")
+    run.process.kill()
+    assert run.gone() == -signal.SIGKILL
+
+
+def test_the_end_of_the_heartbeat_kills_the_group(start):
+    run = start(rank0="train", rank1="train", heartbeat_timeout=60)
+    run.beat()
+    run.process.stdin.close()
+    assert run.gone() == -signal.SIGKILL
+    assert run.last() is None
+
+
+def test_silence_longer_than_the_lease_kills_the_group(start):
+    run = start(rank0="train", heartbeat_timeout=0.5)
+    assert run.gone() == -signal.SIGKILL
+
+
+def test_each_heartbeat_renews_the_lease(start):
+    begun = time.monotonic()
+    run = start(rank0="train", heartbeat_timeout=2)
+    while time.monotonic() < begun + 3:
+        run.beat()
+        assert not select.select([run.fifo], [], [], 0.2)[0], "the ranks were killed"
+    run.process.send_signal(signal.SIGTERM)
+    assert run.gone() == 0
+
+
+def test_traces_of_an_earlier_run_are_not_taken_for_this_one(start, tmp_path):
+    (tmp_path / "events.jsonl").write_text(
+        Log(message="old").model_dump_json() + "\n" + Finished(step=1, tokens=1).model_dump_json() + "\n"
+    )
+    (tmp_path / "failures").mkdir()
+    (tmp_path / "failures" / "rank-0.json").write_text(Failed(code="internal", message="old").model_dump_json())
+    run = start(rank0="die")
+    assert run.gone() == 1
+    assert (run.last().seq, run.last().code) == (1, "rank_lost")
+
+
+def test_the_launcher_does_not_import_torch():
+    loaded = "import sys, engine.launch; print('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout == "False\n"
+    )
