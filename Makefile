@@ -61,7 +61,8 @@ format: dev ## Mend what can be mended by itself
 	$(BIN)/ruff format .
 
 openapi: install ## Write docs/openapi.json anew from the code
-	$(BIN)/trainshed openapi > docs/openapi.json
+	$(BIN)/python -m api.openapi > docs/openapi.json.new
+	mv docs/openapi.json.new docs/openapi.json
 
 lock: ## Resolve constraints.txt anew, to the newest versions that fit together
 	$(PYTHON) .ci/lock.py
