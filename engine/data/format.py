@@ -1,0 +1,888 @@
+"""What a line of training data means, and what is wrong with one that means nothing. Knows no tokens, needs no torch.
+
+Formats
+    text        plain UTF-8 text, one document per file; or JSON Lines with one `{"text": …}` document a line.
+    chat        JSON Lines, `{"messages": [{"role", "content", …}, …], "tools": […]}` as OpenAI writes it.
+    completion  JSON Lines, `{"prompt": …, "completion": …}`.
+
+Decisions, each of which has hurt somebody elsewhere
+    - A line ends at LF alone. U+2028, U+2029, U+0085, VT and FF are text. CRLF counts as LF, in plain text too.
+    - A UTF-8 byte order mark at the start is not text. Bytes that aren't UTF-8 are errors, and UTF-16 is named as such.
+    - Blank lines are skipped and counted. An empty `{"text": ""}` document is skipped with a warning. A file that is
+      left with no example is an error.
+    - A repeated key in one object is an error: no reading of it is safe. So are NaN, Infinity and half a surrogate pair.
+    - A line of JSON is at most `MAX_LINE_BYTES` long, so that memory stays flat; lines of plain text have any length.
+    - A file holds one format: the first line decides, and each line of another kind is an error.
+    - Top-level fields that no format knows are left out with a warning; unknown fields of a message are errors, because
+      a misspelt `weight` would train what was meant to be left alone.
+    - `weight` is the integer 0 or 1, on assistant messages only. A conversation ends with an assistant message, and one
+      assistant message at least is trained.
+    - Several text parts of one content are joined as they are. `content: null` beside `tool_calls` is empty text.
+      Arguments of a tool call become the object that their JSON says. `function`, the old role, becomes `tool`.
+
+Every error has its line, its column (in characters, from 1), the path of the field, and a sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from json.decoder import scanstring  # type: ignore[attr-defined]
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Format = Literal["text", "chat", "completion"]
+MAX_LINE_BYTES = 16 * 2**20
+MAX_ERRORS = 100
+"""Errors that one report holds; validation stops there."""
+MAX_WARNINGS = 100
+PIECE_CHARACTERS = 2**18
+"""Plain text is handed on in pieces of about this length."""
+READ_BYTES = 2**20
+
+_JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
+_TEXT_ENDINGS = (".txt", ".text", ".md")
+_BINARY = {
+    b"PAR1": "a Parquet file",
+    b"\x1f\x8b": "gzip-compressed",
+    b"PK\x03\x04": "a zip archive",
+    b"\x28\xb5\x2f\xfd": "zstd-compressed",
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+}
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+Path_ = tuple[str | int, ...]
+Fault = Callable[[Path_, str], None]
+"""Reports one error: where in the line's object, and what to do about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing to know about one line."""
+
+    line: int
+    """From 1; 0 is the file as a whole."""
+    message: str
+    column: int | None = None
+    """In characters, from 1; None where the line as a whole is meant."""
+    field: str | None = None
+    """Such as `messages[2].content`; None where the line as a whole is meant."""
+
+    def to_dict(self) -> dict[str, object]:
+        return {"line": self.line, "column": self.column, "field": self.field, "message": self.message}
+
+    def __str__(self) -> str:
+        where = ", ".join(
+            part
+            for part in (
+                f"line {self.line}" if self.line else "",
+                f"column {self.column}" if self.column else "",
+                self.field or "",
+            )
+            if part
+        )
+        return f"{where}: {self.message}" if where else self.message
+
+
+class InvalidData(ValueError):
+    """The data can't be trained on; `findings` says where and why."""
+
+    def __init__(self, findings: Iterable[Finding], *, source: str | None = None) -> None:
+        self.findings = tuple(findings)
+        prefix = f"{source}: " if source else ""
+        shown = "; ".join(str(finding) for finding in self.findings[:5])
+        more = f"; and {len(self.findings) - 5} more" if len(self.findings) > 5 else ""
+        super().__init__(f"{prefix}{shown}{more}")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What validation found in one file."""
+
+    format: Format | None
+    """None where no line says what it is."""
+    examples: int
+    """Documents, conversations or pairs that can be trained on."""
+    characters: int
+    """Of their text, markup left out."""
+    empty_lines: int
+    errors: tuple[Finding, ...] = ()
+    """At most the asked number; reading stopped there."""
+    warnings: tuple[Finding, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "format": self.format,
+            "examples": self.examples,
+            "characters": self.characters,
+            "empty_lines": self.empty_lines,
+            "errors": [finding.to_dict() for finding in self.errors],
+            "warnings": [finding.to_dict() for finding in self.warnings],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A document, or a piece of one."""
+
+    line: int
+    text: str
+    ends: bool = True
+    """False: the next `Text` continues the same document."""
+
+    @property
+    def characters(self) -> int:
+        return len(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation in the one form that templates get."""
+
+    line: int
+    messages: tuple[dict[str, Any], ...]
+    """Each has `role` and a `content` that is text; never None."""
+    trained: tuple[bool, ...]
+    """For each message, whether its text is learned."""
+    tools: tuple[dict[str, Any], ...] | None = None
+
+    @property
+    def characters(self) -> int:
+        return sum(len(message["content"]) for message in self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A prompt and what should follow it."""
+
+    line: int
+    prompt: str
+    completion: str
+
+    @property
+    def characters(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
+
+Example = Text | Chat | Completion
+
+
+def validate(
+    chunks: Iterable[bytes],
+    *,
+    name_hint: str | None = None,
+    format: Format | Literal["auto"] = "auto",
+    max_errors: int = MAX_ERRORS,
+) -> Report:
+    """Read a file of any size once and say what it is and everything that is wrong with it, up to `max_errors`.
+
+    `name_hint` is the name it was uploaded under: `.jsonl` that holds no JSON is then an error instead of text.
+    """
+    reading = _Reading(format=format, name_hint=name_hint or "")
+    examples = characters = 0
+    for example in reading.examples(chunks):
+        if isinstance(example, Finding):
+            if len(reading.errors) >= max_errors:
+                break
+            continue
+        examples += not isinstance(example, Text) or example.ends
+        characters += example.characters
+    if not examples and not reading.errors:
+        reading.errors.append(Finding(0, "the file is empty: there are no examples in it; upload at least one"))
+    return Report(
+        format=reading.format,
+        examples=examples,
+        characters=characters,
+        empty_lines=reading.empty_lines,
+        errors=tuple(reading.errors[:max_errors]),
+        warnings=tuple(reading.all_warnings()),
+    )
+
+
+def examples(chunks: Iterable[bytes], format: Format) -> Iterator[Example]:
+    """The examples in file order. Raises InvalidData at the first line that is not one; `validate` names them all."""
+    for example in _Reading(format=format).examples(chunks):
+        if isinstance(example, Finding):
+            raise InvalidData([example])
+        yield example
+
+
+def read(path: Path, format: Format) -> Iterator[Example]:
+    """The examples of a file, as `examples` gives them."""
+    return examples(read_chunks(path), format)
+
+
+def read_chunks(path: Path) -> Iterator[bytes]:
+    """The file's bytes, a piece at a time."""
+    with path.open("rb") as file:
+        while chunk := file.read(READ_BYTES):
+            yield chunk
+
+
+def conversation(value: object, *, line: int = 0, training: bool = True) -> Chat:
+    """The chat that a parsed `{"messages": …}` object is; raises InvalidData with everything that is wrong with it.
+
+    With `training` off it may end with any role, as a prompt does.
+    """
+    findings: list[Finding] = []
+    chat = _chat(value, lambda path, text: findings.append(Finding(line, text, None, _dotted(path))), line, training)
+    if chat is None or findings:
+        raise InvalidData(findings)
+    return chat
+
+
+# ---- Reading ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Reading:
+    """One pass over one file: hands out examples and findings in order, and keeps the counts."""
+
+    format: Any = "auto"
+    name_hint: str = ""
+    errors: list[Finding] = field(default_factory=list)
+    warnings: list[Finding] = field(default_factory=list)
+    unused: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Top-level fields that nothing reads: how often, and the first line."""
+    empty_lines: int = 0
+
+    def __post_init__(self) -> None:
+        self.declared = self.format != "auto"
+        if not self.declared:
+            self.format = None
+        self.first_line = 0
+
+    def all_warnings(self) -> list[Finding]:
+        ignored = [
+            Finding(line, f'the field "{name}" is not used; it stands on {count} line(s)', field=name)
+            for name, (count, line) in self.unused.items()
+        ]
+        return ignored + self.warnings
+
+    def examples(self, chunks: Iterable[bytes]) -> Iterator[Example | Finding]:
+        head, rest = _head(iter(chunks))
+        for magic, what in _BINARY.items():
+            if head.startswith(magic):
+                yield self.error(Finding(1, f"this is {what}; upload UTF-8 text or JSON Lines", 1))
+                return
+        head = head.removeprefix(codecs.BOM_UTF8)
+        source = _prepend(head, rest)
+        if self.is_json(head):
+            yield from self.lines(source)
+        else:
+            yield from self.plain(source)
+
+    def is_json(self, head: bytes) -> bool:
+        """Whether the file is JSON Lines. What is accepted depends on the content alone, so that `read` agrees."""
+        if self.format in ("chat", "completion"):
+            return True
+        first = head.lstrip(b" \t\r\n").split(b"\n", 1)[0]
+        if not first.startswith((b"{", b"[")):
+            return self.name_hint.lower().endswith(_JSON_ENDINGS)
+        try:
+            value = json.loads(first)
+        except (ValueError, RecursionError):
+            return not self.declared and not self.name_hint.lower().endswith(_TEXT_ENDINGS)
+        if isinstance(value, dict) and _kind(value) is not None:
+            return True
+        return not self.declared and not self.name_hint.lower().endswith(_TEXT_ENDINGS)
+
+    def plain(self, chunks: Iterator[bytes]) -> Iterator[Example | Finding]:
+        """One document: pieces with `ends` False, then the last. Blank pieces before the first word are left out."""
+        self.format = "text"
+        held, at, begun = "", _Place(), False
+        for text in _decoded(chunks):
+            if isinstance(text, bytes):
+                here = at.after(held)
+                yield self.error(_not_utf8(text, here.line, here.column))
+                continue
+            if "\0" in text:
+                here = at.after(held + text[: text.index("\0")])
+                yield self.error(
+                    Finding(here.line, "there is a NUL character; upload text, not binary data", here.column)
+                )
+            held += text
+            while len(held) >= 2 * PIECE_CHARACTERS:
+                cut = _seam(held)
+                piece, held = held[:cut], held[cut:]
+                begun = begun or bool(piece.strip())
+                if begun:
+                    yield Text(at.line, piece, ends=False)
+                at = at.after(piece)
+        if begun or held.strip():
+            yield Text(at.line, held)
+
+    def lines(self, chunks: Iterator[bytes]) -> Iterator[Example | Finding]:
+        for number, raw in _numbered(chunks):
+            if raw is None:
+                yield self.error(
+                    Finding(number, f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB; split the example")
+                )
+            elif not raw.strip():
+                self.empty_lines += 1
+            else:
+                yield from self.line(number, raw)
+
+    def line(self, number: int, raw: bytes) -> Iterator[Example | Finding]:
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as broken:
+            yield self.error(_not_utf8(raw[broken.start :], number, len(raw[: broken.start].decode()) + 1))
+            return
+        found: list[Finding] = []
+
+        def fault(path: Path_, message: str, *, again: str | None = None) -> None:
+            found.append(
+                Finding(number, message, _column(text, path, again), _dotted((*path, again) if again else path))
+            )
+
+        value = _parsed(text, number, found, fault)
+        example = self.example(value, number, fault) if not found else None
+        for finding in found:
+            yield self.error(finding)
+        if example is not None and not found:
+            yield example
+
+    def example(self, value: object, line: int, fault: Fault) -> Example | None:
+        if not isinstance(value, dict):
+            fault((), f"a line must be one JSON object, and this is {_name(value)}; {_wrapping(value)}")
+            return None
+        kind = _kind(value)
+        if kind is None or kind.parse is None:
+            fault((), kind.hint if kind else _unknown(value))
+            return None
+        if self.format is None:
+            self.format, self.first_line = kind.name, line
+        if kind.name != self.format:
+            origin = (
+                f"data.format is {self.format}" if self.declared else f"line {self.first_line} made it {self.format}"
+            )
+            fault((), f"this line is {kind.name}, but {origin}; put each format in a file of its own")
+            return None
+        for name in value.keys() - kind.fields:
+            if name in self.unused or len(self.unused) < MAX_WARNINGS:
+                count, first = self.unused.get(name, (0, line))
+                self.unused[name] = (count + 1, first)
+        example = kind.parse(value, fault, line)
+        if isinstance(example, Text) and not example.text.strip():
+            self.warn(Finding(line, "the document is empty and is skipped", field="text"))
+            return None
+        return example
+
+    def error(self, finding: Finding) -> Finding:
+        self.errors.append(finding)
+        return finding
+
+    def warn(self, finding: Finding) -> None:
+        if len(self.warnings) < MAX_WARNINGS:
+            self.warnings.append(finding)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A character's line and column, both from 1."""
+
+    line: int = 1
+    column: int = 1
+
+    def after(self, text: str) -> _Place:
+        lines = text.count("\n")
+        return _Place(self.line + lines, len(text) - text.rfind("\n") if lines else self.column + len(text))
+
+
+_BLANK = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*")
+
+
+def _head(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
+    """The beginning, up to the end of the first line that isn't blank, and the rest."""
+    head, searched = bytearray(), 0
+    for chunk in chunks:
+        head += chunk
+        blank = _BLANK.match(head)
+        assert blank is not None
+        if len(head) > MAX_LINE_BYTES or head.find(b"\n", max(blank.end(), searched)) >= 0:
+            break
+        searched = len(head)
+    return bytes(head), chunks
+
+
+def _prepend(head: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    if head:
+        yield head
+    yield from rest
+
+
+def _numbered(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """Lines with their numbers; None stands for one that is too long to hold."""
+    number, held, too_long = 1, bytearray(), False
+    for chunk in chunks:
+        start = 0
+        while (end := chunk.find(b"\n", start)) >= 0:
+            held += chunk[start:end]
+            yield number, (None if too_long or len(held) > MAX_LINE_BYTES else bytes(held))
+            number, too_long, start = number + 1, False, end + 1
+            held.clear()
+        if not too_long:
+            held += chunk[start:]
+        if len(held) > MAX_LINE_BYTES:
+            too_long = True
+            held.clear()
+    if held or too_long:
+        yield number, (None if too_long else bytes(held))
+
+
+def _decoded(chunks: Iterator[bytes]) -> Iterator[str | bytes]:
+    """Text with CRLF as LF; bytes where they are not UTF-8, which are then skipped."""
+    held = b""
+    for chunk in chunks:
+        held += chunk
+        # A sequence that the chunk cuts, and a CR whose LF may follow, wait for the next one.
+        keep = _unfinished(held)
+        ready, held = held[: len(held) - keep], held[len(held) - keep :]
+        yield from _pieces(ready)
+    yield from _pieces(held)
+
+
+def _unfinished(data: bytes) -> int:
+    """How many bytes at the end may be the start of something that goes on."""
+    if data.endswith(b"\r"):
+        return 1
+    for back in range(1, min(4, len(data) + 1)):
+        byte = data[-back]
+        if byte >= 0xC0:
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return back if back < needed else 0
+        if byte < 0x80:
+            return 0
+    return 0
+
+
+def _pieces(data: bytes) -> Iterator[str | bytes]:
+    while data:
+        try:
+            yield data.decode().replace("\r\n", "\n")
+            return
+        except UnicodeDecodeError as broken:
+            if broken.start:
+                yield data[: broken.start].decode().replace("\r\n", "\n")
+            yield data[broken.start : broken.end]
+            data = data[broken.end :]
+
+
+def _seam(text: str) -> int:
+    """Where to cut a long document so that its tokens stay the same: after a line end between two words."""
+    for at in range(PIECE_CHARACTERS, len(text) - 1):
+        if text[at - 1] == "\n" and not text[at - 2].isspace() and not text[at].isspace():
+            return at
+    at = text.find(" ", PIECE_CHARACTERS)
+    return at if at > 0 else PIECE_CHARACTERS
+
+
+def _not_utf8(data: bytes, line: int, column: int) -> Finding:
+    return Finding(line, f"byte 0x{data[0]:02x} is not UTF-8 here; save the file as UTF-8", column)
+
+
+def _parsed(text: str, line: int, found: list[Finding], fault: Callable[..., None]) -> object:
+    """The JSON value of a line. Appends to `found` what makes it unfit to read."""
+    repeated: list[tuple[dict[str, Any], str]] = []
+
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            repeated.append((value, next(key for key, count in counts.items() if count > 1)))
+        return value
+
+    def constant(name: str) -> object:
+        raise ValueError(f"{name} is not JSON; write a number or null")
+
+    try:
+        value: object = json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
+    except json.JSONDecodeError as broken:
+        cause = broken.msg[:1].lower() + broken.msg[1:]
+        if "\r" in text.rstrip("\r"):
+            cause += " (its lines end in CR alone; save it with LF line ends)"
+        found.append(Finding(line, f"not valid JSON: {cause}; a line must be one whole JSON object", broken.colno))
+        return None
+    except RecursionError:
+        found.append(Finding(line, "the JSON is nested too deeply; flatten it"))
+        return None
+    except ValueError as broken:
+        found.append(Finding(line, f"not valid JSON: {broken}"))
+        return None
+    for owner, key in repeated:
+        path = next((path for path, part in _walk(value) if part is owner), ())
+        fault(path, f'duplicate key "{key}": only one of its values can be meant; remove the others', again=key)
+    if _ESCAPED_SURROGATE.search(text):
+        for path, part in _walk(value):
+            names = part if isinstance(part, dict) else (part,)
+            if any(isinstance(name, str) and _SURROGATE.search(name) for name in names):
+                fault(
+                    path, r"the text has half of a surrogate pair (\ud800 to \udfff alone); write the whole character"
+                )
+    return value
+
+
+def _walk(value: object) -> Iterator[tuple[Path_, object]]:
+    """Every part of a JSON value, with its path."""
+    waiting: list[tuple[Path_, object]] = [((), value)]
+    while waiting:
+        path, part = waiting.pop()
+        yield path, part
+        if isinstance(part, dict):
+            waiting.extend(((*path, key), child) for key, child in part.items())
+        elif isinstance(part, list):
+            waiting.extend(((*path, index), child) for index, child in enumerate(part))
+
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_SKIP = json.JSONDecoder()
+
+
+def _column(text: str, path: Path_, again: str | None = None) -> int:
+    """The column of the value at `path`, or of the second key `again` in it; of the nearest part that exists."""
+    at = _after_space(text, 0)
+    for step in path:
+        inside = next((start for key, _, start in _children(text, at) if key == step), None)
+        if inside is None:
+            return at + 1
+        at = inside
+    if again is not None:
+        places = [key_at for key, key_at, _ in _children(text, at) if key == again]
+        return places[1] + 1 if len(places) > 1 else at + 1
+    return at + 1
+
+
+def _children(text: str, at: int) -> Iterator[tuple[str | int, int, int]]:
+    """Key or index, its place, and its value's place, for each child of the object or array that starts at `at`."""
+    opening, index = text[at], 0
+    if opening not in "{[":
+        return
+    at = _after_space(text, at + 1)
+    while text[at] not in "}]":
+        key: str | int = index
+        key_at = at
+        if opening == "{":
+            key, at = scanstring(text, at + 1)
+            at = _after_space(text, _after_space(text, at) + 1)
+        yield key, key_at, at
+        _, at = _SKIP.raw_decode(text, at)
+        at, index = _after_space(text, at), index + 1
+        if text[at] == ",":
+            at = _after_space(text, at + 1)
+
+
+def _after_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+def _dotted(path: Path_) -> str | None:
+    out = ""
+    for step in path:
+        out += f"[{step}]" if isinstance(step, int) else f".{step}" if out else step
+    return out or None
+
+
+# ---- Formats ------------------------------------------------------------------------------------------
+
+
+def _text(value: dict[str, Any], fault: Fault, line: int) -> Text | None:
+    text = value["text"]
+    if not isinstance(text, str):
+        fault(("text",), f"text must be a string, and this is {_name(text)}")
+        return None
+    return Text(line, text)
+
+
+def _completion(value: dict[str, Any], fault: Fault, line: int) -> Completion | None:
+    whole = True
+    for name in ("prompt", "completion"):
+        if not isinstance(value.get(name), str):
+            missing = name not in value
+            fault(
+                (name,),
+                f"{name} is missing; add it"
+                if missing
+                else f"{name} must be a string, and this is {_name(value[name])}",
+            )
+            whole = False
+    if not whole:
+        return None
+    if not value["completion"].strip():
+        fault(("completion",), "the completion is empty, so there is nothing to learn; write it or remove the line")
+        return None
+    return Completion(line, value["prompt"], value["completion"])
+
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_MESSAGE_FIELDS = frozenset(
+    {"role", "content", "name", "weight", "tool_calls", "tool_call_id", "function_call", "refusal", "reasoning_content"}
+)
+
+
+def _chat(value: object, fault: Fault, line: int, training: bool = True) -> Chat | None:
+    raw = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(raw, list) or not raw:
+        fault(("messages",), "messages must be a list with at least one message")
+        return None
+    faults = 0
+
+    def counted(path: Path_, message: str) -> None:
+        nonlocal faults
+        faults += 1
+        fault(path, message)
+
+    tools = _tools(value, counted)
+    messages = [_message(message, ("messages", index), counted) for index, message in enumerate(raw)]
+    if faults:
+        return None
+    built = [message for message in messages if message is not None]
+    trained = tuple(
+        message["role"] == "assistant" and source.get("weight", 1) != 0
+        for message, source in zip(built, raw, strict=True)
+    )
+    if training:
+        _check_learnable(built, trained, counted)
+    return None if faults else Chat(line, tuple(built), trained, tools)
+
+
+def _check_learnable(messages: list[dict[str, Any]], trained: tuple[bool, ...], fault: Fault) -> None:
+    last = len(messages) - 1
+    if not any(message["role"] == "assistant" for message in messages):
+        fault(("messages",), "there is no assistant message, so there is nothing to learn; add the answer")
+    elif messages[last]["role"] != "assistant":
+        fault(
+            ("messages", last),
+            f"the last message is from {messages[last]['role']!r}; end with an assistant message: "
+            "there is nothing to learn after this one",
+        )
+    elif not any(trained):
+        fault(("messages",), "every assistant message has weight 0, so there is nothing to learn; remove the line")
+    for index, (message, learned) in enumerate(zip(messages, trained, strict=True)):
+        if learned and not message["content"].strip() and not message.get("tool_calls"):
+            fault(
+                ("messages", index, "content"),
+                "this assistant message is empty; write the answer, or give the message weight 0",
+            )
+
+
+def _message(raw: object, path: Path_, fault: Fault) -> dict[str, Any] | None:
+    if not isinstance(raw, dict):
+        fault(path, f"a message must be an object with role and content, and this is {_name(raw)}")
+        return None
+    role = raw.get("role")
+    if role not in ROLES or not isinstance(role, str):
+        known = "system, developer, user, assistant or tool"
+        fault(
+            (*path, "role"),
+            f"role is {json.dumps(role)[:60]}; it must be {known}"
+            if "role" in raw
+            else f"role is missing; say {known}",
+        )
+        return None
+    for name in sorted(key for key in raw.keys() - _MESSAGE_FIELDS if raw[key] is not None):
+        fault((*path, name), f'a message has no field "{name}"; its fields are {", ".join(sorted(_MESSAGE_FIELDS))}')
+    if raw.get("refusal") is not None:
+        fault((*path, "refusal"), "refusal must be null; write the refusal as the content")
+    _check_weight(raw, role, path, fault)
+    message: dict[str, Any] = {"role": "tool" if role == "function" else role}
+    calls = _tool_calls(raw, role, path, fault)
+    message["content"] = _content(raw, bool(calls), path, fault)
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if raw.get(name) is not None:
+            if not isinstance(raw[name], str):
+                fault((*path, name), f"{name} must be a string, and this is {_name(raw[name])}")
+            message[name] = raw[name]
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _check_weight(raw: dict[str, Any], role: str, path: Path_, fault: Fault) -> None:
+    weight = raw.get("weight")
+    if weight is None:
+        return
+    if type(weight) is not int or weight not in (0, 1):
+        fault((*path, "weight"), f"weight is {json.dumps(weight)[:60]}; it must be the integer 0 (not trained) or 1")
+    elif role != "assistant":
+        fault((*path, "weight"), f"weight belongs to assistant messages, and this one is from {role!r}; remove it")
+
+
+def _content(raw: dict[str, Any], has_calls: bool, path: Path_, fault: Fault) -> str:
+    content = raw.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if not has_calls:
+            state = "null" if "content" in raw else "missing"
+            fault(
+                (*path, "content"),
+                f"content is {state}; write a string (null is for assistant messages with tool_calls)",
+            )
+        return ""
+    if not isinstance(content, list):
+        fault((*path, "content"), f"content must be a string or a list of text parts, and this is {_name(content)}")
+        return ""
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        here = (*path, "content", index)
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else _name(part)
+            fault(here, f'only parts of type "text" can be trained on, and this is {kind}; remove the part')
+        elif not isinstance(part.get("text"), str):
+            fault((*here, "text"), "a text part must have its text as a string")
+        else:
+            texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tool_calls(raw: dict[str, Any], role: str, path: Path_, fault: Fault) -> list[dict[str, Any]]:
+    calls, old = raw.get("tool_calls"), raw.get("function_call")
+    if calls is None and old is not None:
+        calls, name = [{"type": "function", "function": old}], "function_call"
+    else:
+        name = "tool_calls"
+    if calls is None:
+        return []
+    here: Path_ = (*path, name)
+    if role != "assistant":
+        fault(here, f"{name} belongs to assistant messages, and this one is from {role!r}; remove it")
+        return []
+    if not isinstance(calls, list):
+        fault(here, f"tool_calls must be a list, and this is {_name(calls)}")
+        return []
+    built = []
+    for index, call in enumerate(calls):
+        at = here if name == "function_call" else (*here, index)
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            fault(at, 'a tool call must be {"id", "type": "function", "function": {"name", "arguments"}}')
+            continue
+        arguments = _arguments(function.get("arguments"), at if name == "function_call" else (*at, "function"), fault)
+        identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        built.append({**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return built
+
+
+def _arguments(value: object, path: Path_, fault: Fault) -> dict[str, Any]:
+    # Templates write arguments with `tojson`: a string would be quoted twice, so they get the object.
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError):
+            value = None
+    if isinstance(value, dict) and not _has_surrogate(value):
+        return value
+    fault((*path, "arguments"), "arguments must be a JSON object, written out in a string as OpenAI does or as it is")
+    return {}
+
+
+def _has_surrogate(value: object) -> bool:
+    return any(
+        isinstance(text, str) and _SURROGATE.search(text) is not None
+        for _, part in _walk(value)
+        for text in (part if isinstance(part, dict) else (part,))
+    )
+
+
+def _tools(value: dict[str, Any], fault: Fault) -> tuple[dict[str, Any], ...] | None:
+    tools, name = value.get("tools"), "tools"
+    if tools is None and value.get("functions") is not None:
+        name = "functions"
+        tools = value["functions"]
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        fault((name,), f"{name} must be a list, and this is {_name(tools)}")
+        return None
+    built = []
+    for index, tool in enumerate(tools):
+        function = tool if name == "functions" else tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            fault(
+                (name, index), 'a tool must be {"type": "function", "function": {"name", "description", "parameters"}}'
+            )
+            continue
+        built.append({"type": "function", "function": function})
+    return tuple(built) or None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One kind of line: the fields that tell it, and how it is read."""
+
+    name: str
+    tells: tuple[frozenset[str], ...]
+    """The line is this kind when it has all the fields of one of these sets."""
+    fields: frozenset[str] = frozenset()
+    parse: Callable[[dict[str, Any], Fault, int], Example | None] | None = None
+    hint: str = ""
+    """What to do instead, where it is known but can't be trained on."""
+
+
+def _sets(*names: str) -> tuple[frozenset[str], ...]:
+    return tuple(frozenset(name.split()) for name in names)
+
+
+# The order decides where a line could be read in two ways: the richer kind comes first.
+_KINDS = (
+    _Kind(
+        "preference",
+        _sets("preferred_output", "non_preferred_output", "chosen", "rejected"),
+        hint="this is preference data, which can't be trained on yet; upload chat or completion examples",
+    ),
+    _Kind(
+        "chat",
+        _sets("messages"),
+        frozenset({"messages", "tools", "parallel_tool_calls", "functions", "function_call"}),
+        _chat,
+    ),
+    _Kind(
+        "sharegpt",
+        _sets("conversations"),
+        hint='rename "conversations" to "messages", "from" to "role" (human: user, gpt: assistant) and "value" to "content"',
+    ),
+    _Kind("completion", _sets("prompt", "completion"), frozenset({"prompt", "completion"}), _completion),
+    _Kind("text", _sets("text"), frozenset({"text"}), _text),
+)
+assert {kind.name for kind in _KINDS if kind.parse} == set(get_args(Format))
+
+
+def _kind(value: dict[str, Any]) -> _Kind | None:
+    return next((kind for kind in _KINDS if any(names <= value.keys() for names in kind.tells)), None)
+
+
+def _unknown(value: dict[str, Any]) -> str:
+    names = ", ".join(f'"{name}"' for name in list(value)[:5]) or "nothing"
+    return f'a line needs "messages" (chat), "prompt" and "completion", or "text"; this one has {names}'
+
+
+def _wrapping(value: object) -> str:
+    if isinstance(value, list):
+        return "write each example as an object on a line of its own, without brackets and commas around them"
+    return 'wrap it, such as {"text": …}'
+
+
+def _name(value: object) -> str:
+    """What JSON calls it."""
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
+    return "null" if value is None else names[type(value)]
