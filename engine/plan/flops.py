@@ -1,4 +1,4 @@
-"""Floating-point operations that a model needs, whatever the hardware really does: matrix products only, recomputation left out.
+"""FLOPs that a model needs, whatever the hardware really does: matrix products only, recomputation left out.
 
 After Narayanan et al. 2021 (appendix) and Korthikanti et al. 2022, equation 7, generalised from their GPT layer to
 grouped-query attention, gated feed-forward layers, packed documents and frozen weights. As there, a causal mask is not

@@ -1,6 +1,6 @@
 """A rank that does as `run.json` tells it, without torch: `{"0": "train", "1": "raise"}` is a script by rank.
 
-It says that it is up by a line in the fifo beside `run.json`, and keeps that open: it ends when every rank is gone.
+It says that it is up by a line in the fifo beside `run.json`, which ends with the last rank, and waits for SIGUSR1.
 """
 
 import json
@@ -22,6 +22,7 @@ def end(event) -> None:
     if rank == 0:
         with Emitter(run_file.parent / "events.jsonl") as emitter:
             emitter.emit(event)
+    os.write(fifo, b"ended\n")
 
 
 def stop(*_: object) -> None:
@@ -30,9 +31,11 @@ def stop(*_: object) -> None:
 
 
 signal.signal(signal.SIGTERM, stop)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 fifo = os.open(run_file.parent / "up", os.O_WRONLY)
 facts = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
 os.write(fifo, (json.dumps(facts | {"pid": os.getpid(), "cwd": os.getcwd()}) + "\n").encode())
+signal.sigwait({signal.SIGUSR1})
 match script:
     case "finish":
         end(Finished(step=1, tokens=1))
