@@ -1,0 +1,1 @@
+"""What people run us with — compose, images, README — held against the code."""

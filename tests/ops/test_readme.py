@@ -1,0 +1,129 @@
+"""What README.md and docs/operations.md show works: routes, fields, client calls, settings, error codes, links."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import create_autospec, patch
+
+import pytest
+from pydantic import AliasChoices
+from pydantic_core import PydanticUndefined
+from starlette.routing import Match
+
+import api.client
+from api.app import create_app
+from core import settings as settings_module
+from core.failures import HINTS
+from core.services import Services
+from core.settings import Settings
+from core.spec import JobSpec
+from tests.test_architecture import PACKAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+PAGES = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[a-z]*/README.md")])
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def curls(text: str) -> list[str]:
+    return re.findall(r"^curl [^']*?(?:'[^']*'[^']*?)?$", "\n".join(blocks(text, "bash")), re.MULTILINE)
+
+
+def exists(method: str, path: str) -> bool:
+    scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "headers": [], "root_path": ""}
+    return any(route.matches(scope)[0] is Match.FULL for route in create_app(cast(Services, None)).routes)
+
+
+def test_every_curl_example_calls_a_route_that_exists():
+    commands = curls(README) + curls(OPERATIONS)
+    assert len(commands) >= 5
+    for command in commands:
+        path = re.search(r"\$URL(/\S+)", command)
+        assert path is not None, command
+        method = re.search(r"-X (\w+)", command)
+        sends = " -d " in command or " -F " in command
+        assert exists(method[1] if method else "POST" if sends else "GET", path[1]), command
+
+
+def test_every_body_in_the_examples_is_a_valid_job():
+    bodies = [body for text in (README, OPERATIONS) for body in re.findall(r"-d '(\{.*?\})'", text, re.DOTALL)]
+    jobs = [json.loads(body) for body in bodies if '"kind"' in body]
+    assert jobs
+    for job in jobs:
+        JobSpec.model_validate(job)
+
+
+def test_the_python_example_uses_the_client_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    client = create_autospec(api.client.Client, instance=True)
+    client.__enter__.return_value = client
+    client.upload.return_value = {"id": "file-0123456789abcdef01234567"}
+    client.submit.return_value = client.job.return_value = {"id": "job-1", "model": "a"}
+    client.follow.return_value = [api.client.Event("done", "1", {})]
+    client.chat.return_value = {"choices": [{"message": {"content": "An immutable sequence."}}]}
+    monkeypatch.chdir(ROOT)
+    [example] = blocks(README, "python")
+    with patch.object(api.client, "Client", return_value=client):
+        exec(compile(example, "README.md", "exec"), {})
+    JobSpec.model_validate(client.submit.call_args.args[0])
+    assert client.upload.call_args.args[0].exists()
+    client.download.assert_called_once_with("job-1", Path("result"))
+
+
+def settings_table() -> list[str]:
+    """The table that README should have, from the code."""
+    tree = ast.parse(Path(settings_module.__file__).read_text())
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings").body
+    rows = []
+    for field, meaning in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(meaning, ast.Expr):
+            name = field.target.id
+            text = " ".join(ast.literal_eval(meaning.value).split())
+            rows.append(f"| `{variable(name)}` | {default(name)} | {text} |")
+    assert len(rows) == len(Settings.model_fields)
+    return rows
+
+
+def variable(name: str) -> str:
+    alias = Settings.model_fields[name].validation_alias
+    return str(alias.choices[-1]) if isinstance(alias, AliasChoices) else f"TRAINSHED_{name.upper()}"
+
+
+def default(name: str) -> str:
+    value = Settings.model_fields[name].default
+    return "" if value is None or value is PydanticUndefined else f"`{value}`"
+
+
+def test_the_settings_table_is_the_code():
+    table = re.findall(r"^\| `[A-Z_]+` \|.*$", README.split("## Settings")[1].split("\n## ")[0], re.MULTILINE)
+    assert table == settings_table()
+
+
+def test_the_page_on_operations_explains_each_error_code_as_the_code_does():
+    table = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", OPERATIONS.split("## When a job fails")[1], re.MULTILINE))
+    assert table == HINTS
+
+
+def test_the_tree_names_every_package():
+    folders = set(re.findall(r"^\| \[(\w+)/\]", README, re.MULTILINE))
+    assert {*PACKAGES, "docker", "tests"} <= folders
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_every_folder_of_the_tree_has_a_tour():
+    missing = [folder for folder in re.findall(r"^\| \[(\w+)/\]", README, re.MULTILINE)
+               if folder != "docs" and not (ROOT / folder / "README.md").exists()]  # fmt: skip
+    assert not missing
