@@ -1,0 +1,259 @@
+"""AdamW over flat buffers, with its state shared out along the data axis (ZeRO-1, Rajbhandari et al. 2020).
+
+Weights are views into one buffer in the model's dtype; gradients are summed up in fp32; masters and moments are fp32
+and each data rank keeps its share. One step is: sum gradients (reduce-scatter), norm, update the share, gather weights.
+
+All buffers have one layout: N elements, of which a data rank owns the share S. A parameter is a *slot* of N; slots of
+one kind lie side by side, so that what is done to a kind is done to few large runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
+from itertools import groupby
+from math import isfinite, prod
+from operator import mul
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import get_total_norm
+from torch.optim.adamw import adamw
+
+from engine.comm import _all_gather, _reduce_scatter
+from engine.config import Training
+from engine.mesh import Mesh
+from engine.pieces import Rectangle, cover, globally, without_padding
+from engine.placement import Placement, placement_of
+
+ALIGNMENT = 16
+"""Elements; a slot begins on a cache line in fp32."""
+NORM_CHUNK = 1 << 20
+"""Elements whose squares are summed before the sums are: fp32 keeps its digits however large the buffer."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is done alike to a parameter's gradient and weight."""
+
+    decays: bool
+    """Matrices decay, norms and biases do not."""
+    partial: bool
+    """Its gradient must be summed over the tensor axis."""
+    replicated: bool
+    """Each tensor rank holds the whole of it."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's run of the flat buffers."""
+
+    name: str
+    parameter: Parameter
+    placement: Placement
+    kind: Kind
+    start: int
+    shape: tuple[int, ...]
+    """Of the local tensor, padding included."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.parameter.numel()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stretch of the flat buffers with slots of one kind."""
+
+    kind: Kind
+    start: int
+    stop: int
+
+    def within(self, own: Run) -> slice:
+        """The part of this run that `own` covers, in indices of `own`."""
+        start = max(self.start, own.start) - own.start
+        return slice(start, max(start, min(self.stop, own.stop) - own.start))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a global parameter, with the part of each state that belongs to it as a view of this rank's buffers."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    """Of the global parameter."""
+    box: Rectangle
+    tensors: dict[str, Tensor]
+
+
+class Optimizer:
+    """Owns the buffers behind a model's trainable parameters, and updates them."""
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, Parameter]], mesh: Mesh, *, training: Training, shard: bool
+    ) -> None:
+        """Move the parameters that require gradients into flat buffers. All have one dtype and carry a placement."""
+        self.mesh = mesh
+        self.training = training
+        self.steps = 0
+        """Updates done since the moments were zero."""
+        self.group = mesh.group("data")
+        self.shards = mesh.size("data") if shard else 1
+        self.slots, self.runs, size = lay_out(parameters, multiple=self.shards * ALIGNMENT)
+        (dtype,) = {slot.parameter.dtype for slot in self.slots}
+        share = size // self.shards
+        rank = mesh.rank("data") if shard else 0
+        self.own = Run(self.runs[0].kind, rank * share, (rank + 1) * share)
+        self.weights_N = torch.zeros(size, dtype=dtype, device=mesh.device)
+        self.gradients_N = torch.zeros(size, dtype=torch.float32, device=mesh.device)
+        self._arrived: set[str] = set()
+        for slot in self.slots:
+            self._adopt(slot)
+        own = slice(self.own.start, self.own.stop)
+        self.weights_S = self.weights_N[own]
+        # In fp32 the weights are their own masters.
+        self.masters_S = self.weights_S.float()
+        self.averages_S = torch.zeros_like(self.masters_S)
+        self.squares_S = torch.zeros_like(self.masters_S)
+        self.gradients_S = torch.empty_like(self.masters_S) if self.shards > 1 else self.gradients_N
+
+    def _adopt(self, slot: Slot) -> None:
+        """Let the buffers hold the slot's weight, and take its gradient over whenever backward has one."""
+        weight = self.weights_N[slot.start : slot.stop].view(slot.shape)
+        weight.copy_(slot.parameter.detach())
+        slot.parameter.data = weight
+        gradient = self.gradients_N[slot.start : slot.stop].view(slot.shape)
+
+        def take_over(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            # The first gradient of a step overwrites the last step's, which saves a pass of zeros.
+            if slot.name in self._arrived:
+                gradient.add_(parameter.grad)
+            else:
+                gradient.copy_(parameter.grad)
+                self._arrived.add(slot.name)
+            parameter.grad = None
+
+        slot.parameter.register_post_accumulate_grad_hook(take_over)  # type: ignore[no-untyped-call]
+
+    def sum_gradients(self) -> float:
+        """Sum this step's gradients over all ranks that hold a part, and return their global L2 norm."""
+        for slot in self.slots:
+            if slot.name not in self._arrived:
+                self.gradients_N[slot.start : slot.stop].zero_()
+        self._arrived.clear()
+        if (tensor := self.mesh.group("tensor")) is not None:
+            for run in self.runs:
+                if run.kind.partial:
+                    dist.all_reduce(self.gradients_N[run.start : run.stop], group=tensor)
+        if self.shards > 1:
+            _reduce_scatter(self.gradients_S, self.gradients_N, group=self.group)
+        elif self.group is not None:
+            dist.all_reduce(self.gradients_N, group=self.group)
+        return self._norm()
+
+    def _norm(self) -> float:
+        """L2 norm of the global gradient: shares are added up, and what every tensor rank holds counts once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for run in self.runs:
+            if run.kind.replicated and self.mesh.rank("tensor") > 0:
+                continue
+            chunks = torch.split(self.gradients_S[run.within(self.own)], NORM_CHUNK)
+            total += get_total_norm(chunks).double().square()
+        if (tensor := self.mesh.group("tensor")) is not None:
+            dist.all_reduce(total, group=tensor)
+        if self.shards > 1:
+            dist.all_reduce(total, group=self.group)
+        return float(total.sqrt())
+
+    def update(self, *, lr: float, norm: float) -> None:
+        """Clip by `norm`, which `sum_gradients` found, update this rank's share, and give every rank the weights."""
+        assert isfinite(norm), "the caller stops at a gradient that is not finite"
+        clip = self.training.clip
+        # Divides as torch.nn.utils.clip_grad_norm_ does; the kernel does so in its one pass.
+        excess = None if clip is None or norm + 1e-6 <= clip else self.masters_S.new_tensor((norm + 1e-6) / clip)
+        beta1, beta2 = self.training.betas
+        for decays, runs in groupby(self.runs, key=lambda run: run.kind.decays):
+            of_a_kind = list(runs)
+            part = Run(of_a_kind[0].kind, of_a_kind[0].start, of_a_kind[-1].stop).within(self.own)
+            if part.start == part.stop:
+                continue
+            adamw(
+                [self.masters_S[part]],
+                [self.gradients_S[part]],
+                [self.averages_S[part]],
+                [self.squares_S[part]],
+                [],
+                [self.masters_S.new_tensor(float(self.steps))],
+                fused=True,
+                grad_scale=excess,
+                amsgrad=False,
+                maximize=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=lr,
+                weight_decay=self.training.weight_decay if decays else 0.0,
+                eps=self.training.eps,
+            )
+        self.steps += 1
+        self.publish()
+
+    def publish(self) -> None:
+        """Round the masters to the weights, and gather every rank's share of them."""
+        if self.weights_S.data_ptr() != self.masters_S.data_ptr():
+            self.weights_S.copy_(self.masters_S)
+        if self.shards > 1:
+            _all_gather(self.weights_N, self.weights_S, group=self.group)
+
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank's share holds of each global parameter, cut into at most three boxes; padding left out."""
+        states = {"weight": self.masters_S, "average": self.averages_S, "square": self.squares_S}
+        for slot in self.slots:
+            start, stop = max(slot.start, self.own.start), min(slot.stop, self.own.stop)
+            if start >= stop:
+                continue
+            for part in cover(slot.shape, start - slot.start, stop - slot.start):
+                true = without_padding(part, slot.placement)
+                if true is None:
+                    continue
+                at = slot.start - self.own.start + sum(map(mul, part.offset, strides_of(slot.shape)))
+                run = slice(at, at + prod(part.size))
+                tensors = {key: state[run].view(part.size)[true.within(part)] for key, state in states.items()}
+                yield Piece(slot.name, slot.placement.shape, globally(true, slot.placement), tensors)
+
+    def saves(self, piece: Piece) -> bool:
+        """Whether this rank is the one that keeps `piece`, which others may hold as well."""
+        slot = next(slot for slot in self.slots if slot.name == piece.parameter)
+        once_in_tensor = not slot.kind.replicated or self.mesh.rank("tensor") == 0
+        once_in_data = self.shards > 1 or self.mesh.rank("data") == 0
+        return once_in_tensor and once_in_data
+
+
+def lay_out(parameters: Iterable[tuple[str, Parameter]], *, multiple: int) -> tuple[list[Slot], list[Run], int]:
+    """Slots for every trainable parameter, the runs of each kind, and the buffers' size: a multiple of `multiple`."""
+    trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    kinds = {name: kind_of(parameter) for name, parameter in trainable}
+    order = sorted(trainable, key=lambda item: astuple(kinds[item[0]]))
+    slots: list[Slot] = []
+    runs: list[Run] = []
+    end = 0
+    for kind, members in groupby(order, key=lambda item: kinds[item[0]]):
+        start = end
+        for name, parameter in members:
+            slots.append(Slot(name, parameter, placement_of(parameter), kind, end, tuple(parameter.shape)))
+            end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        runs.append(Run(kind, start, end))
+    return slots, runs, -(-end // multiple) * multiple
+
+
+def kind_of(parameter: Parameter) -> Kind:
+    """What is done to `parameter`, from its placement."""
+    placement = placement_of(parameter)
+    return Kind(decays=len(placement.shape) > 1, partial=placement.gradient_partial, replicated=placement.dim is None)
+
+
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Steps along each dim in a row-major buffer."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
