@@ -10,7 +10,7 @@ Decisions, each of which has hurt somebody elsewhere
     - A UTF-8 byte order mark at the start is not text. Bytes that aren't UTF-8 are errors, and UTF-16 is named as such.
     - Blank lines are skipped and counted. An empty `{"text": ""}` document is skipped with a warning. A file that is
       left with no example is an error.
-    - A repeated key in one object is an error: no reading of it is safe. So are NaN, Infinity and half a surrogate pair.
+    - A repeated key in one object is an error: no reading of it is safe. So are NaN, Infinity and half surrogate pairs.
     - A line of JSON is at most `MAX_LINE_BYTES` long, so that memory stays flat; lines of plain text have any length.
     - A file holds one format: the first line decides, and each line of another kind is an error.
     - Top-level fields that no format knows are left out with a warning; unknown fields of a message are errors, because
@@ -20,7 +20,7 @@ Decisions, each of which has hurt somebody elsewhere
     - Several text parts of one content are joined as they are. `content: null` beside `tool_calls` is empty text.
       Arguments of a tool call become the object that their JSON says. `function`, the old role, becomes `tool`.
 
-Every error has its line, its column (in characters, from 1), the path of the field, and a sentence that says what to do.
+Every error has its line, its column (in characters, from 1), the path of the field, and says what to do.
 """
 
 from __future__ import annotations
@@ -350,7 +350,9 @@ class _Reading:
         example = self.example(value, number, fault) if not found else None
         for finding in found:
             yield self.error(finding)
-        if example is not None and not found:
+        if isinstance(example, Text) and not found:
+            yield from _in_pieces(example)
+        elif example is not None and not found:
             yield example
 
     def example(self, value: object, line: int, fault: Fault) -> Example | None:
@@ -479,6 +481,16 @@ def _pieces(data: bytes) -> Iterator[str | bytes]:
             data = data[broken.end :]
 
 
+def _in_pieces(document: Text) -> Iterator[Text]:
+    """A document of a JSON line as pieces that are no longer than those of plain text."""
+    text = document.text
+    while len(text) >= 2 * PIECE_CHARACTERS:
+        cut = _seam(text)
+        yield Text(document.line, text[:cut], ends=False)
+        text = text[cut:]
+    yield Text(document.line, text)
+
+
 def _seam(text: str) -> int:
     """Where to cut a long document so that its tokens stay the same: after a line end between two words."""
     for at in range(PIECE_CHARACTERS, len(text) - 1):
@@ -512,6 +524,8 @@ def _parsed(text: str, line: int, found: list[Finding], fault: Callable[..., Non
         cause = broken.msg[:1].lower() + broken.msg[1:]
         if "\r" in text.rstrip("\r"):
             cause += " (its lines end in CR alone; save it with LF line ends)"
+        if text.lstrip().startswith("["):
+            cause += " (a list of examples is not JSON Lines; leave out its brackets and commas)"
         found.append(Finding(line, f"not valid JSON: {cause}; a line must be one whole JSON object", broken.colno))
         return None
     except RecursionError:
@@ -852,7 +866,7 @@ _KINDS = (
     _Kind(
         "sharegpt",
         _sets("conversations"),
-        hint='rename "conversations" to "messages", "from" to "role" (human: user, gpt: assistant) and "value" to "content"',
+        hint='rename "conversations" to "messages", "from" to "role" (gpt is assistant) and "value" to "content"',
     ),
     _Kind("completion", _sets("prompt", "completion"), frozenset({"prompt", "completion"}), _completion),
     _Kind("text", _sets("text"), frozenset({"text"}), _text),

@@ -1,0 +1,671 @@
+"""Text to ids and back, conversations to text: `tokenizers` and sandboxed Jinja, in the manner of `transformers`.
+
+What a control token is, the template decides: one that it writes becomes its id, and the same characters in somebody's
+text stay text. Which ids are trained is `engine.data.chat`'s business.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
+START_OF_TURN = "<|im_start|>"
+END_OF_TURN = "<|im_end|>"
+SPECIALS = (END_OF_TEXT, PAD, START_OF_TURN, END_OF_TURN)
+"""Part of every tokenizer made here, so that a model made from text alone can learn to chat without new rows."""
+
+_TOOLS_INTRO = (
+    "You may call these functions. To call one, answer with a line of JSON that has its name and its arguments, "
+    "between <tool_call> and </tool_call>."
+)
+
+CHATML = """\
+{%- set ns = namespace(system='') %}
+{%- if messages and messages[0].role in ['system', 'developer'] %}
+    {%- set ns.system = messages[0].content %}
+{%- endif %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if ns.system %}
+        {{- ns.system + '\\n\\n' }}
+    {%- endif %}
+    {{- 'TOOLS_INTRO' }}
+    {%- for tool in tools %}
+        {{- '\\n' + tool | tojson }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (loop.first and tools and ns.system) %}
+        {{- '<|im_start|>' + ('system' if message.role == 'developer' else message.role) + '\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if message.content or not loop.first %}
+                {{- '\\n' }}
+            {%- endif %}
+            {%- set called = {'name': call.function.name, 'arguments': call.function.arguments} %}
+            {{- '<tool_call>' + called | tojson + '</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+""".replace("TOOLS_INTRO", _TOOLS_INTRO)
+"""For a tokenizer that has the two turn tokens and no template of its own."""
+
+PLAIN = """\
+{%- if tools %}
+    {{- 'TOOLS_INTRO' }}
+    {%- for tool in tools %}
+        {{- '\\n' + tool | tojson }}
+    {%- endfor %}
+    {{- '\\n\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role in ['system', 'developer'] %}
+        {{- message.content | trim + '\\n\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- 'Assistant:' }}
+        {%- if message.content | trim %}
+            {{- ' ' + message.content | trim }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {%- set called = {'name': call.function.name, 'arguments': call.function.arguments} %}
+            {{- '\\n<tool_call>' + called | tojson + '</tool_call>' }}
+        {%- endfor %}
+        {{- eos_token + '\\n' }}
+    {%- else %}
+        {{- ('Tool' if message.role == 'tool' else 'User') + ': ' + message.content | trim + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- 'Assistant:' }}
+{%- endif %}
+""".replace("TOOLS_INTRO", _TOOLS_INTRO)
+"""For a tokenizer without turn tokens: roles in words, and the end-of-text token where the assistant stops."""
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# Private-use characters, of which text has none in practice; drawn anew in each process, so that no file can name them.
+_NONCE = "".join(chr(0xF0000 + secrets.randbelow(0xFFF0)) for _ in range(4))
+_FIRST_ALIAS = 0x100000
+_VEILS = "".join(chr(0xE000 + place) for place in range(0x1900))
+
+
+class TemplateRefused(ValueError):
+    """The chat template can't show this conversation; the text is the template's own reason."""
+
+
+class InvalidTokenizer(ValueError):
+    """There is no tokenizer that can be used there; the text says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Ids, and the characters each stands for."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+class Tokenizer:
+    """One vocabulary with its template. Made by `load`, `train` or `bytes`; unchanged afterwards."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        roles: Mapping[str, str],
+        templates: Mapping[str, str],
+        starts_text: bool | None = None,
+        source: Path | None = None,
+    ) -> None:
+        """`roles` maps `bos_token` and its like to text; `templates` has `default`, or is empty for a named one."""
+        self.backend = backend
+        self.source = source
+        """Folder whose files are copied as they are by `save`; None writes new ones."""
+        self.roles = dict(roles)
+        self.specials = {
+            token.content: identity for identity, token in backend.get_added_tokens_decoder().items() if token.special
+        }
+        """Control tokens and their ids."""
+        self._ids = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self._ids.values()) + 1
+        """Rows that an embedding needs."""
+        self.bos_id = self._id_of("bos_token")
+        self.eos_id = self._id_of("eos_token")
+        self.unk_id = self._id_of("unk_token")
+        pad = self._id_of("pad_token")
+        self.pad_id = next(identity for identity in (pad, self.eos_id, 0) if identity is not None)
+        """What fills a row. May be an id that text uses too: padding is told by its place, never by its id."""
+        self.start_ids = self._start(starts_text)
+        """What every text begins with: BOS, or nothing."""
+        self.template_name = "own" if templates else self._fitting()
+        """own, chatml or plain."""
+        self.templates = dict(templates) or {"default": self._named(self.template_name)}
+        self._marking = self._marking_backend()
+        self._compiled = {name: _compile(text) for name, text in self.templates.items()}
+        self._read = {name for text in self.templates.values() for name in _variables(text)}
+
+    # ---- Made ----
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """From a folder in Hugging Face layout."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise InvalidTokenizer(
+                f"{folder.name} has no tokenizer.json; write one with transformers' AutoTokenizer.save_pretrained"
+            )
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as broken:  # the library raises bare Exception for whatever it can't read
+            raise InvalidTokenizer(f"tokenizer.json can't be read: {broken}") from broken
+        config = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
+        roles = {role: text for role in _ROLES if (text := _content(config.get(role))) is not None}
+        by_id = {identity: text for text, identity in backend.get_vocab(with_added_tokens=True).items()}
+        for name in ("generation_config.json", "config.json"):
+            for role in ("bos_token", "eos_token"):
+                identity = _json(folder / name).get(f"{role}_id")
+                identity = identity[0] if isinstance(identity, list) and identity else identity
+                if role not in roles and isinstance(identity, int) and identity in by_id:
+                    roles[role] = by_id[identity]
+        starts = config.get("add_bos_token")
+        return cls(
+            backend,
+            roles=roles,
+            templates=_templates(folder, config),
+            starts_text=starts if isinstance(starts, bool) else None,
+            source=folder,
+        )
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """From a lone `tokenizer.json`; the roles of its control tokens are told by their usual names."""
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as broken:  # the library raises bare Exception for whatever it can't read
+            raise InvalidTokenizer(f"the tokenizer file can't be read: {broken}; upload a tokenizer.json") from broken
+        vocab = backend.get_vocab(with_added_tokens=True)
+        roles = {
+            role: name for role, names in _USUAL.items() for name in reversed(names) if name in vocab
+        }  # the first of the usual names is written last, and stays
+        if "eos_token" not in roles:
+            known = ", ".join(_USUAL["eos_token"])
+            raise InvalidTokenizer(f"the tokenizer file has no end-of-text token; add one of {known}")
+        return cls(backend, roles=roles, templates={})
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
+        """Byte-level BPE on `texts`, which are read once and not kept. Little text gives fewer entries than asked."""
+        backend = _byte_level(models.BPE())
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIALS],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend, roles=_OWN_ROLES, templates={})
+
+    @classmethod
+    def bytes(cls) -> Self:
+        """Ids 0 to 255 are the bytes; the control tokens follow."""
+        vocab = {symbol: byte for byte, symbol in _byte_symbols().items()}
+        backend = _byte_level(models.BPE(vocab=vocab, merges=[]))
+        backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
+        return cls(backend, roles=_OWN_ROLES, templates={})
+
+    def _id_of(self, role: str) -> int | None:
+        text = self.roles.get(role)
+        return None if text is None else self._ids.get(text)
+
+    def _start(self, starts_text: bool | None) -> tuple[int, ...]:
+        bare = self.backend.encode("a", add_special_tokens=False).ids
+        full = self.backend.encode("a", add_special_tokens=True).ids
+        before = tuple(full[: next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)])
+        if starts_text is None:
+            return before
+        return () if not starts_text or self.bos_id is None else (self.bos_id,)
+
+    def _fitting(self) -> str:
+        return "chatml" if {START_OF_TURN, END_OF_TURN} <= self.specials.keys() else "plain"
+
+    def _named(self, name: str) -> str:
+        return ("{{- bos_token }}\n" if self.start_ids else "") + {"chatml": CHATML, "plain": PLAIN}[name]
+
+    # ---- Text ----
+
+    def encode(self, text: str, *, follows: bool = False) -> list[int]:
+        """The ids of `text`; what looks like a control token is text too. `follows`: it goes on after other text."""
+        if not follows or not text:
+            return self._checked(self._marking.encode(text, add_special_tokens=False).ids)
+        # Some vocabularies put a space before whatever comes first: a line end goes first, and its tokens go away.
+        encoding = self._marking.encode("\n" + text, add_special_tokens=False)
+        first = next((at for at, (_, end) in enumerate(encoding.offsets) if end > 1), len(encoding.ids))
+        if first < len(encoding.ids) and encoding.offsets[first][0] < 1:
+            # The line end grew together with the text: a control token keeps it apart.
+            return self._checked(self._marking.encode(self._alias[-1] + text, add_special_tokens=False).ids[1:])
+        return self._checked(encoding.ids[first:])
+
+    def prompt(self, text: str) -> list[int]:
+        """The ids that ask a model to go on with `text`."""
+        return [*self.start_ids, *self.encode(text)]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text; bytes that are not whole characters become U+FFFD, and ids without a token nothing."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def stream(self) -> TextStream:
+        """Decodes a growing answer."""
+        return TextStream(self)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Where generation ends: EOS, and what the template puts after an assistant's text."""
+        ends = [self.eos_id, self.turn_end_id]
+        return tuple(dict.fromkeys(identity for identity in ends if identity is not None))
+
+    @cached_property
+    def turn_end_id(self) -> int | None:
+        """The control token that the template ends an assistant's turn with; None where it ends with none."""
+        question = {"role": "user", "content": "a"}
+        try:
+            asked = self.mark([question], add_generation_prompt=True)
+            answered = self.mark([question, {"role": "assistant", "content": "b"}])
+        except TemplateRefused:
+            return None
+        last = self.last_control(answered if not answered.startswith(asked) else answered[len(asked) :])
+        return None if last is None else last[0]
+
+    # ---- Conversations ----
+
+    @property
+    def chat_template(self) -> str:
+        return self.templates["default"]
+
+    def reads(self, variable: str) -> bool:
+        """Whether the template looks at `variable`, such as `tools`."""
+        return variable in self._read
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The conversation as one text, as `transformers` renders it. Raises TemplateRefused."""
+        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        speaks_developer = "developer" in self.templates[name]
+        try:
+            return self._compiled[name].render(
+                messages=[_plain(message, speaks_developer) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                **self.roles,
+            )
+        except jinja2.TemplateError as refused:
+            raise TemplateRefused(str(refused)) from refused
+        except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError, RecursionError) as broken:
+            raise TemplateRefused(f"{type(broken).__name__}: {broken}") from broken
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The ids of a conversation, with one BOS where the vocabulary has texts begin with it."""
+        marked = self.mark(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self.with_start(self.encode_marked(marked)).ids
+
+    def with_start(self, tokens: Tokens) -> Tokens:
+        """`tokens` with what every text begins with, once."""
+        count = len(self.start_ids)
+        if not count or tuple(tokens.ids[:count]) == self.start_ids:
+            return tokens
+        return Tokens([*self.start_ids, *tokens.ids], [(0, 0)] * count + tokens.offsets)
+
+    def mark(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """As `render`, with each control token that the template wrote, and no other, replaced by its alias."""
+        spoken = json.dumps([list(messages), list(tools or ())], ensure_ascii=False)
+        if self._control.search(spoken) is None:
+            text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+            return self._control.sub(lambda found: self._alias_of[found[0]], text)
+        # Veil what people wrote, so that it can be told from what the template wrote.
+        veil = next(
+            character for character in _VEILS if character not in spoken and character not in self.chat_template
+        )
+        text = self.render(
+            [_veiled(message, self._control, veil) for message in messages],
+            tools=[_veiled(tool, self._control, veil) for tool in tools] if tools else None,
+            add_generation_prompt=add_generation_prompt,
+        )
+        text = re.sub(f"(?:{self._control.pattern})(?!{veil})", lambda found: self._alias_of[found[0]], text)
+        return text.replace(veil, "")
+
+    def encode_marked(self, marked: str) -> Tokens:
+        """The ids of a marked text. Offsets count its characters, an alias as its own length."""
+        encoding = self._marking.encode(marked, add_special_tokens=False)
+        ids = [self._unaliased.get(identity, identity) for identity in encoding.ids]
+        self._checked([identity for identity in encoding.ids if identity not in self._unaliased])
+        return Tokens(ids, encoding.offsets)
+
+    def last_control(self, marked: str) -> tuple[int, int] | None:
+        """Id and end of the last control token in a marked text."""
+        found = list(self._aliases.finditer(marked))
+        return (self.specials[self._text_of[found[-1][0]]], found[-1].end()) if found else None
+
+    def without_controls(self, marked: str) -> str:
+        """The marked text without its aliases."""
+        return self._aliases.sub("", marked)
+
+    def control_spans(self, marked: str) -> list[tuple[int, int]]:
+        """Start and end of each control token in a marked text."""
+        return [found.span() for found in self._aliases.finditer(marked)]
+
+    def _marking_backend(self) -> Backend:
+        """A copy that reads control tokens as text and their aliases as control tokens."""
+        texts = sorted(self.specials, key=lambda text: (-len(text), text))
+        # The character that tells aliases apart comes first: two of them have no common beginning.
+        self._alias_of = {text: chr(_FIRST_ALIAS + place) + _NONCE for place, text in enumerate(texts)}
+        self._text_of = {alias: text for text, alias in self._alias_of.items()}
+        barrier = chr(_FIRST_ALIAS + len(texts)) + _NONCE
+        self._alias = [*self._text_of, barrier]
+        self._control = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self._aliases = re.compile("|".join(map(re.escape, self._text_of)) or r"(?!)")
+        flags = self.backend.get_added_tokens_decoder()
+        backend = Backend.from_str(self.backend.to_str())
+        backend.encode_special_tokens = True
+        backend.no_truncation()
+        backend.no_padding()
+        backend.add_tokens(
+            [
+                AddedToken(
+                    alias,
+                    single_word=False,
+                    lstrip=flags[self.specials[text]].lstrip,
+                    rstrip=flags[self.specials[text]].rstrip,
+                    normalized=flags[self.specials[text]].normalized,
+                    special=False,
+                )
+                for alias, text in self._text_of.items()
+            ]
+            + [AddedToken(barrier, normalized=False, special=False)]
+        )
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self._unaliased = {vocab[alias]: self.specials[text] for alias, text in self._text_of.items()}
+        self._forbidden = frozenset(self.specials.values()) - {self.unk_id}
+        return backend
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        """`ids` of text. A vocabulary that has its control tokens among its words can't write them as text."""
+        if not self._forbidden.isdisjoint(ids):
+            named = next(self.backend.id_to_token(identity) for identity in ids if identity in self._forbidden)
+            raise ValueError(f"the text spells the control token {named!r}, which this vocabulary can't write as text")
+        return ids
+
+    # ---- Kept ----
+
+    def save(self, folder: Path) -> None:
+        """Hugging Face layout: `transformers.AutoTokenizer` gives the same ids and renders the same conversations."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.source is not None:
+            for name in _FILES:
+                if (self.source / name).is_file():
+                    shutil.copyfile(self.source / name, folder / name)
+            if (self.source / "additional_chat_templates").is_dir():
+                shutil.copytree(
+                    self.source / "additional_chat_templates", folder / "additional_chat_templates", dirs_exist_ok=True
+                )
+        else:
+            self.backend.save(str(folder / "tokenizer.json"))
+            _write(folder / "tokenizer_config.json", json.dumps(self._config(), indent=2, ensure_ascii=False) + "\n")
+        # Where the base keeps several templates in its configuration, a file would hide them.
+        if len(self.templates) == 1 or (self.source is not None and (self.source / "chat_template.jinja").is_file()):
+            _write(folder / "chat_template.jinja", self.chat_template)
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self.roles,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 10**30,
+        }
+
+
+class TextStream:
+    """Decodes one id at a time, holding back what is not yet a whole character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0
+        """Ids before it have been given out and are context no longer."""
+        self._given = 0
+        """Ids before it have been given out."""
+
+    def push(self, identity: int) -> str:
+        """The text that `identity` completes; often some, sometimes none."""
+        self._ids.append(identity)
+        return self._advance(final=False)
+
+    def finish(self) -> str:
+        """What is left, as it stands."""
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> str:
+        # Decoding from a little before the new ids keeps what depends on their neighbours, such as a leading space.
+        before = self._tokenizer.decode(self._ids[self._start : self._given])
+        now = self._tokenizer.decode(self._ids[self._start :])
+        if len(now) <= len(before) or (now.endswith("\ufffd") and not final):
+            return ""
+        self._start, self._given = self._given, len(self._ids)
+        return now[len(before) :]
+
+
+_OWN_ROLES = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PAD}
+_USUAL = {
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", END_OF_TEXT),
+    "eos_token": ("</s>", END_OF_TEXT, "<|end_of_text|>", "<eos>"),
+    "unk_token": ("<unk>",),
+    "pad_token": (PAD, "<pad>"),
+}
+
+
+def _byte_level(model: models.Model) -> Backend:
+    backend = Backend(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _byte_symbols() -> dict[int, str]:
+    """The character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + place) for place, byte in enumerate(hidden)}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as broken:
+        raise InvalidTokenizer(f"{path.name} is not valid JSON: {broken}") from broken
+    if not isinstance(value, dict):
+        raise InvalidTokenizer(f"{path.name} must be a JSON object")
+    return value
+
+
+def _content(token: object) -> str | None:
+    """The text of a token that is written as a string or as an object."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name, in the order of precedence that `transformers` has: files, then the configuration."""
+    found = {"default": folder / "chat_template.jinja"}
+    found |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    files = {name: path.read_text(encoding="utf-8") for name, path in found.items() if path.is_file()}
+    if files:
+        return files
+    kept = config.get("chat_template")
+    if isinstance(kept, str):
+        return {"default": kept}
+    if isinstance(kept, list):
+        named = {each["name"]: each["template"] for each in kept}
+        return named if "default" in named else {}
+    return {}
+
+
+def _plain(message: Mapping[str, Any], speaks_developer: bool) -> dict[str, Any]:
+    """A message as templates expect it: no None, older names for reasoning, and roles that they know."""
+    plain = {name: value for name, value in message.items() if value is not None}
+    plain.setdefault("content", "")
+    if plain.get("role") == "developer" and not speaks_developer:
+        plain["role"] = "system"
+    if "reasoning_content" in plain:
+        plain.setdefault("thinking", plain["reasoning_content"])
+    return plain
+
+
+def _veiled(value: Any, control: re.Pattern[str], veil: str) -> Any:
+    """`value` with `veil` after whatever looks like a control token, in every text within it."""
+    if isinstance(value, str):
+        return control.sub(lambda found: found[0] + veil, value)
+    if isinstance(value, Mapping):
+        return {_veiled(name, control, veil): _veiled(part, control, veil) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_veiled(part, control, veil) for part in value]
+    return value
+
+
+# ---- Jinja as `transformers` sets it up -----------------------------------------------------------------------------
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant says. Its body is rendered and the mark is not needed here."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _PlainNamespace(Namespace):
+    """A namespace that keeps no underscored names, through which a template could reach Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, args = args[0], args[1:]
+        values = dict(*args, **kwargs)
+        for name in values:
+            _refuse_underscore(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+class _PlainDict:
+    """`dict` without its attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a chat template can't keep {name!r} in a namespace; rename it")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _PlainDict()
+    environment.globals["namespace"] = _PlainNamespace
+    return environment
+
+
+def _compile(text: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(text)
+    except jinja2.TemplateError as broken:
+        raise InvalidTokenizer(f"the chat template is not valid Jinja: {broken}") from broken
+
+
+def _variables(text: str) -> set[str]:
+    return set(meta.find_undeclared_variables(_environment().parse(text)))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="")
