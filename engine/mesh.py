@@ -99,7 +99,7 @@ def build(
 
     The rank comes from RANK, WORLD_SIZE and LOCAL_RANK, as torchrun sets them (without them: one rank). On CUDA each
     rank takes the device of its local rank. A collective that waits longer than `timeout` raises. An already formed
-    world is used as it is, and left open by `close`. Raises ValueError where `parallel` asks for another number of ranks.
+    world is used as it is and left open by `close`. Raises ValueError where `parallel` asks for other than those ranks.
     """
     world_rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in _RANK_VARIABLES)
     if parallel.ranks != world_size:

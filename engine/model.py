@@ -1,0 +1,193 @@
+"""The decoder: embedding, layers, final norm and output, in any layout of a mesh, under Hugging Face's names.
+
+Which text it sees is `engine.batch`'s, how weights come and go `engine.weights`' business.
+
+B rows, T tokens, S tokens of this rank, D features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention import Attention, Cache, Frame, sight
+from engine.batch import Batch
+from engine.comm import TensorAxis, gather_dim, start_gather_tokens
+from engine.config import ModelShape, Recompute
+from engine.dropout import Draw
+from engine.linear import ColumnLinear, VocabEmbedding
+from engine.loss import CHUNK_LOGITS, LossParts, vocab_loss
+from engine.mesh import Mesh
+from engine.mlp import MLP
+from engine.norm import RMSNorm
+from engine.placement import placement_of
+from engine.recompute import recomputed
+from engine.rope import Rope
+
+RecomputeMode = Literal["none", "selective", "full"]
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        number: int,
+        axis: TensorAxis,
+        *,
+        recompute: RecomputeMode,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, axis, dtype=dtype, device=device)
+        self.self_attn = Attention(shape, number, axis, recompute=recompute == "selective", dtype=dtype, device=device)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, axis, dtype=dtype, device=device)
+        self.mlp = MLP(shape, axis, dtype=dtype, device=device)
+
+    def forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
+        """B S D to B S D."""
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), frame)
+        return x_BSD + cast(Tensor, self.mlp(self.post_attention_layernorm(x_BSD), frame.draw))
+
+
+class _Trunk(nn.Module):
+    """What stands under `model.` in Hugging Face's names."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        axis: TensorAxis,
+        *,
+        recompute: RecomputeMode,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(shape.vocab_size, shape.hidden_size, axis, dtype=dtype, device=device)
+        # By global number, so that a rank that holds only some layers keeps their names.
+        self.layers = nn.ModuleDict(
+            {
+                str(number): Layer(shape, number, axis, recompute=recompute, dtype=dtype, device=device)
+                for number in range(shape.num_layers)
+            }
+        )
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, axis, dtype=dtype, device=device)
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer; each rank of the mesh's tensor axis holds its piece of every matrix.
+
+    `named_parameters()` have Hugging Face's names, a tied output layer none of its own; `placement_of` tells where each
+    lies in the global tensor. Raises ValueError where `shape` can't be cut over the tensor axis.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        mesh: Mesh,
+        *,
+        recompute: Recompute | None = None,
+        dtype: torch.dtype = torch.float32,
+        seed: int | None = None,
+        chunk_logits: int = CHUNK_LOGITS,
+    ) -> None:
+        """`recompute` None keeps all activations; `seed` None leaves matrices at zero, for weights to be loaded."""
+        super().__init__()
+        mesh.parallel.check(shape, seq_len=mesh.parallel.tensor)
+        self.shape, self.mesh, self.axis = shape, mesh, TensorAxis.of(mesh)
+        self.dtype, self.device, self.chunk_logits = dtype, mesh.device, chunk_logits
+        self.recompute: RecomputeMode = recompute.mode if recompute is not None else "none"
+        self.dropout_seed = 0
+        """What dropout masks are drawn from, besides the batch's step and rows."""
+        self.model = _Trunk(shape, self.axis, recompute=self.recompute, dtype=dtype, device=mesh.device)
+        self.lm_head: ColumnLinear | None = None
+        if not shape.tie_embeddings:
+            self.lm_head = ColumnLinear(shape.hidden_size, shape.vocab_size, self.axis, dtype=dtype, device=mesh.device)
+        self._rope = Rope(shape, mesh.device)
+        if seed is not None:
+            self._draw_weights(seed)
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """The output matrix's piece, vocabulary first; the embedding's where they are tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def loss(self, batch: Batch) -> LossParts:
+        """Summed loss of the batch's labels, the same on every tensor rank.
+
+        Raises ValueError where T can't be shared under sequence parallelism.
+        """
+        own = self.axis.tokens(batch.tokens_BT.shape[1])
+        rows_B = batch.rows_B
+        if rows_B is None:
+            rows_B = torch.arange(batch.tokens_BT.shape[0], device=self.device)
+        frame = Frame(
+            angles=self._rope.angles(batch.positions_BT, self.dtype),
+            sees_B1TK=None if batch.documents_BT is None else sight(batch.documents_BT),
+            draw=Draw(self.dropout_seed, batch.step, rows_B, own.start) if self.training else None,
+        )
+        hidden_BSD = self._hidden(batch.tokens_BT, frame)
+        return vocab_loss(hidden_BSD, self.output_weight, batch, self.axis, chunk_logits=self.chunk_logits)
+
+    @torch.no_grad()
+    def logits(self, tokens_BT: Tensor, cache: Cache | None = None, *, last_only: bool = False) -> Tensor:
+        """fp32 logits over the true vocabulary, B T V, of rows that are one document each.
+
+        With `last_only`, those of the last token. With a `cache`, the tokens follow those it holds, and it then holds
+        them too. All tensor ranks call it together, and each gets all logits. Raises ValueError beyond the capacity.
+        """
+        past = 0 if cache is None else cache.length
+        rows, tokens = tokens_BT.shape
+        self.axis.tokens(tokens)
+        positions_BT = torch.arange(past, past + tokens, device=self.device).expand(rows, -1)
+        frame = Frame(
+            angles=self._rope.angles(positions_BT, self.dtype),
+            sees_B1TK=_sight_after(past, tokens, self.device) if past else None,
+            cache=cache,
+        )
+        hidden_BSD = self._hidden(tokens_BT, frame)
+        if cache is not None:
+            cache.length += tokens
+        hidden_BTD = start_gather_tokens(hidden_BSD, self.axis).wait()
+        if last_only:
+            hidden_BTD = hidden_BTD[:, -1:]
+        logits_BTV = gather_dim(hidden_BTD @ self.output_weight.t(), 2, self.axis)
+        return logits_BTV[..., : self.shape.vocab_size].float()
+
+    def cache(self, *, rows: int, tokens: int) -> Cache:
+        """An empty cache for `logits`, with room for `tokens` in each of `rows`."""
+        return Cache(self.shape, self.axis, rows=rows, tokens=tokens, dtype=self.dtype, device=self.device)
+
+    def _hidden(self, tokens_BT: Tensor, frame: Frame) -> Tensor:
+        x_BSD = cast(Tensor, self.model.embed_tokens(tokens_BT))
+        for layer in self.model.layers.values():
+            x_BSD = recomputed(layer, x_BSD, frame) if self.recompute == "full" else layer(x_BSD, frame)
+        return cast(Tensor, self.model.norm(x_BSD))
+
+    @torch.no_grad()
+    def _draw_weights(self, seed: int) -> None:
+        """Normal weights; those that write into the residual are smaller by sqrt(2 layers) (Radford et al. 2019)."""
+        into_residual = (2 * self.shape.num_layers) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                continue
+            std = self.shape.init_std * (into_residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+            placement = placement_of(parameter)
+            whole = torch.empty(placement.shape).normal_(0, std, generator=generator_of(seed, name))
+            placement.true_part(parameter).copy_(placement.piece(whole))
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """A host generator for one named tensor: drawn whole and then cut, a tensor is the same in every layout."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def _sight_after(past: int, tokens: int, device: torch.device) -> Tensor:
+    """bool 1 1 T K: new tokens see all earlier ones, themselves and what is before them."""
+    return torch.ones(tokens, past + tokens, dtype=torch.bool, device=device).tril(past)[None, None]

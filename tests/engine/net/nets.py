@@ -1,0 +1,93 @@
+"""Small models, batches and ways to look at gradients, for the tests of the net."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine import mesh
+from engine.batch import IGNORE, Batch
+from engine.comm import TensorAxis, gather_dim, sum_over
+from engine.config import ModelShape, Parallel, Recompute
+from engine.model import Decoder
+from engine.placement import placement_of
+
+CPU = torch.device("cpu")
+
+
+def shape(**changes: Any) -> ModelShape:
+    """Two layers, four heads of 8, two key-value heads."""
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "ffn_hidden_size": 48,
+        "max_seq_len": 64,
+        "vocab_size": 96,
+        "init_std": 0.2,
+    }
+    return ModelShape(**{**sizes, **changes})
+
+
+def batch(vocab: int = 96, *, rows: int = 2, tokens: int = 16, seed: int = 0, packed: bool = False) -> Batch:
+    """Random ids; a few positions without a label. Packed rows hold documents of 5, 1 and the other tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab, (rows, tokens + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORE
+    positions = torch.arange(tokens).expand(rows, -1)
+    documents = None
+    if packed:
+        lengths = (5, 1, tokens - 6)
+        positions = torch.cat([torch.arange(n) for n in lengths]).expand(rows, -1)
+        documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).expand(rows, -1)
+    return Batch(ids[:, :-1], labels, positions, documents)
+
+
+def decoder(of: ModelShape, *, recompute: str = "none", dtype: torch.dtype = torch.float32, **more: Any) -> Decoder:
+    """A model on one rank, drawn from seed 7."""
+    return Decoder(
+        of, more.pop("grid", mesh.alone(CPU)), recompute=Recompute(mode=recompute), dtype=dtype, seed=7, **more
+    )
+
+
+def grid(*, sequence: bool) -> mesh.Mesh:
+    """The whole world along the tensor axis."""
+    return mesh.build(Parallel(tensor=torch.distributed.get_world_size(), sequence=sequence))
+
+
+def gradients(model: Decoder) -> dict[str, Tensor]:
+    """The gradient of each trainable parameter as a global tensor, partial ones summed over the tensor axis."""
+    whole = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            whole[name] = in_whole(parameter.grad.clone(), parameter, model.axis)
+    return whole
+
+
+def in_whole(local: Tensor, parameter: Tensor, axis: TensorAxis) -> Tensor:
+    """The global tensor, at its true size, of which each rank has a piece placed as `parameter` is."""
+    placement = placement_of(parameter)
+    if placement.gradient_partial:
+        return sum_over(local, axis)
+    if placement.dim is None:
+        return local
+    return gather_dim(local, placement.dim, axis).narrow(placement.dim, 0, placement.shape[placement.dim])
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Norm of the difference over the norm of `b`."""
+    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+
+
+def trained(model: Decoder, on: Batch) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss and the gradients that it leaves."""
+    parts = model.loss(on)
+    mean = parts.loss_sum / parts.label_count
+    mean.backward()
+    return mean.item(), gradients(model)
