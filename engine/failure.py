@@ -26,17 +26,16 @@ class RunFailure(Exception):
         self.hint = hint
 
 
-class LostContact(RunFailure):
+class LostContact(Exception):
     """Another rank is gone. Its own reason, where there is one, says more."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__("rank_lost", f"lost contact with another rank: {_first_line(error)}")
 
 
 def explain(error: BaseException, *, rank: int) -> Failed:
     """The `failed` event for `error`, raised on `rank`."""
     said = _first_line(error)
     match error:
+        case _ if lost_contact(error):
+            return Failed(code="rank_lost", message=f"rank {rank} lost contact with another rank: {said}", rank=rank)
         case RunFailure():
             return Failed(code=error.code, message=str(error), hint=error.hint, rank=rank)
         case OSError(errno=number) if number in DISK_FULL:
@@ -61,6 +60,13 @@ def explain(error: BaseException, *, rank: int) -> Failed:
         hint=f"The traceback is in logs/rank-{rank}.log.",
         rank=rank,
     )
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether `error` only means that another rank is gone."""
+    # torch.distributed's own errors, by name since this module must not load torch; gloo raises plain RuntimeErrors.
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & {"LostContact", "DistError"}) or "gloo" in str(error).lower()
 
 
 def hand_over(run_dir: Path, failed: Failed) -> None:

@@ -82,10 +82,10 @@ class Piece:
     """A box of a global parameter, with the part of each state that belongs to it as a view of this rank's buffers."""
 
     parameter: str
-    shape: tuple[int, ...]
-    """Of the global parameter."""
     box: Rectangle
     tensors: dict[str, Tensor]
+    is_kept: bool
+    """This rank is the one that saves it, where several hold the same."""
 
 
 class Optimizer:
@@ -221,12 +221,11 @@ class Optimizer:
                 at = slot.start - self.own.start + sum(map(mul, part.offset, strides_of(slot.shape)))
                 run = slice(at, at + prod(part.size))
                 tensors = {key: state[run].view(part.size)[true.within(part)] for key, state in states.items()}
-                yield Piece(slot.name, slot.placement.shape, globally(true, slot.placement), tensors)
+                yield Piece(slot.name, globally(true, slot.placement), tensors, self._keeps(slot.kind))
 
-    def saves(self, piece: Piece) -> bool:
-        """Whether this rank is the one that keeps `piece`, which others may hold as well."""
-        slot = next(slot for slot in self.slots if slot.name == piece.parameter)
-        once_in_tensor = not slot.kind.replicated or self.mesh.rank("tensor") == 0
+    def _keeps(self, kind: Kind) -> bool:
+        """Whether this rank is the one to save a share of `kind`, which others may hold as well."""
+        once_in_tensor = not kind.replicated or self.mesh.rank("tensor") == 0
         once_in_data = self.shards > 1 or self.mesh.rank("data") == 0
         return once_in_tensor and once_in_data
 

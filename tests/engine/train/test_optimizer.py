@@ -4,66 +4,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from engine.config import Parallel, Training
+from engine.config import Parallel
 from engine.mesh import alone, build
-from engine.optimizer import Optimizer
-from engine.placement import Placement, place, placement_of, shard
-
-TRAINING = Training(
-    steps=5, global_batch=2, micro_batch=1, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, precision="fp32"
-)
-SHAPES = {"embed": (7, 6), "q": (8, 6), "o": (6, 8), "norm": (6,)}
-"""Global shapes. Seven rows over two ranks leave a row of padding; the norm is what is not a matrix."""
-CUT = {"embed": 0, "q": 0, "o": 1}
-
-
-def weights(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
-
-
-def gradients(step, part):
-    """Of the whole model; two parts make a step's global gradient."""
-    generator = torch.Generator().manual_seed(100 * step + part)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def placements(mesh):
-    """Matrices are cut over the tensor axis, the norm is whole on each rank with a gradient that is a part."""
-    size, rank = mesh.size("tensor"), mesh.rank("tensor")
-    return {
-        name: shard(shape, dim=CUT[name], rank=rank, size=size)
-        if name in CUT and size > 1
-        else Placement(shape, gradient_partial=size > 1 and name == "norm")
-        for name, shape in SHAPES.items()
-    }
-
-
-def local(whole, placement, mesh):
-    """A rank's tensor, padded as the layers pad."""
-    size = list(placement.shape)
-    if placement.dim is not None:
-        size[placement.dim] = -(-size[placement.dim] // mesh.size("tensor"))
-    tensor = whole.new_zeros(size)
-    placement.true_part(tensor).copy_(placement.piece(whole))
-    return tensor
-
-
-def ours(mesh, *, dtype=torch.float32, training=TRAINING, shard_optimizer=True):
-    where = placements(mesh)
-    parameters = {
-        name: place(Parameter(local(whole, where[name], mesh)), where[name]) for name, whole in weights(dtype).items()
-    }
-    return parameters, Optimizer(parameters.items(), mesh, training=training, shard=shard_optimizer)
-
-
-def backward(parameters, whole, mesh):
-    """Give each parameter this rank's share of the gradient `whole`, as a backward pass does."""
-    share = {
-        name: local(whole[name] / (2 if placement_of(parameter).gradient_partial else 1), placement_of(parameter), mesh)
-        for name, parameter in parameters.items()
-    }
-    sum((parameter * share[name].to(parameter.dtype)).sum() for name, parameter in parameters.items()).backward()
+from engine.placement import placement_of
+from tests.engine.train.toy import SHAPES, TRAINING, backward, gradients, ours, train, weights
 
 
 def theirs(steps, *, dtype=torch.float32, training=TRAINING):
@@ -83,18 +27,6 @@ def theirs(steps, *, dtype=torch.float32, training=TRAINING):
         norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), training.clip or float("inf")).item())
         optimizer.step()
     return parameters, norms
-
-
-def train(mesh, steps, **options):
-    """Our optimizer on this rank; each data rank has one part of the gradient, a lone one accumulates both."""
-    parameters, optimizer = ours(mesh, **options)
-    norms = []
-    for step in range(steps):
-        for part in range(2) if mesh.size("data") == 1 else [mesh.rank("data")]:
-            backward(parameters, gradients(step, part), mesh)
-        norms.append(optimizer.sum_gradients())
-        optimizer.update(lr=TRAINING.lr, norm=norms[-1])
-    return parameters, norms, optimizer
 
 
 def assert_equals_torch(mesh, **options):
@@ -129,8 +61,8 @@ def equals_torch(parallel):
     ],
 )
 def test_two_ranks_equal_torch_and_share_the_state(world2, parallel, share):
-    for masters, weights in world2.run(equals_torch, parallel):
-        assert masters == weights // share
+    for mine, all_of_it in world2.run(equals_torch, parallel):
+        assert mine == all_of_it // share
 
 
 def norm_of_ones(parallel):

@@ -1,0 +1,278 @@
+"""Save and load what a run needs to go on, by global name, shape and offset: any layout loads what any other saved.
+
+A checkpoint is a folder. Each rank writes the boxes that only it keeps, as safetensors; `index.json` says which box of
+which parameter each tensor is; `manifest.json` has the sha256 of every file. It is written under a temporary name,
+made durable, and renamed: what has the final name is whole, unless the disk lies, which the manifest shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from engine import tensorfile
+from engine.failure import RunFailure
+from engine.optimizer import Optimizer, Piece
+from engine.pieces import Rectangle
+from engine.together import together
+
+INDEX = "index.json"
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+class BadCheckpoint(RunFailure):
+    """The checkpoint can't be resumed from."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__("internal", f"checkpoint {path.name}: {why}", "Resume from another checkpoint, or start anew.")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Where the run stands, beside its tensors."""
+
+    step: int
+    """Optimizer steps done."""
+    tokens: int
+    """Trained on so far."""
+    seed: int
+    """Data order and initial weights follow from it."""
+    base: str | None = None
+    """Fingerprint of the frozen weights that adapters belong to; None where the checkpoint holds all weights."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A published checkpoint."""
+
+    path: Path
+    bytes: int
+
+
+def save(
+    folder: Path,
+    optimizer: Optimizer,
+    facts: Facts,
+    *,
+    keep: int,
+    beside: Callable[[Path], None] = lambda path: None,
+) -> Saved:
+    """Publish `folder/step-NNNNNNNN`, then remove all but the newest `keep`. Every rank calls this together.
+
+    `beside` adds files to the checkpoint, on rank 0, given its folder. Raises on every rank when one fails, and leaves
+    nothing under the final name then.
+    """
+    mesh = optimizer.mesh
+    path = folder / f"step-{facts.step:08d}"
+    unfinished = folder / f".{path.name}.unfinished"
+    try:
+        with together(mesh):
+            if mesh.world_rank == 0:
+                folder.mkdir(exist_ok=True)
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+        with together(mesh):
+            write_pieces(unfinished, optimizer)
+        with together(mesh):
+            if mesh.world_rank == 0:
+                beside(unfinished)
+                write_index(unfinished, optimizer, facts)
+                publish(unfinished, path)
+                prune(folder, keep=keep)
+    except BaseException:
+        # A full disk must have room to say so.
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return Saved(path, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+
+
+def write_pieces(path: Path, optimizer: Optimizer) -> None:
+    """Write this rank's boxes, and what they are into a note for rank 0."""
+    name = f"rank-{optimizer.mesh.world_rank:05d}"
+    tensors: list[tuple[str, Tensor]] = []
+    notes = []
+    for piece in optimizer.pieces():
+        if not piece.is_kept:
+            continue
+        for key, tensor in piece.tensors.items():
+            tensor_name = f"{key}/{piece.parameter}/{'-'.join(map(str, piece.box.offset))}"
+            tensors.append((tensor_name, tensor))
+            notes.append({"parameter": piece.parameter, "key": key, "tensor": tensor_name, **asdict(piece.box)})
+    file = f"{name}.safetensors"
+    sha256 = tensorfile.write(path / file, tensors)
+    note = {"file": file, "sha256": sha256, "pieces": notes, "shapes": shapes_of(optimizer)}
+    (path / f"{name}.note").write_text(json.dumps(note))
+
+
+def write_index(path: Path, optimizer: Optimizer, facts: Facts) -> None:
+    """Turn the ranks' notes into the index and the manifest, which goes last."""
+    notes = [json.loads(note.read_text()) for note in sorted(path.glob("*.note"))]
+    index = {
+        "format": FORMAT,
+        **asdict(facts),
+        "updates": optimizer.steps,
+        "layout": optimizer.mesh.parallel.model_dump(),
+        "parameters": notes[0]["shapes"],
+        "pieces": [{**piece, "file": note["file"]} for note in notes for piece in note["pieces"]],
+    }
+    (path / INDEX).write_text(json.dumps(index))
+    for note in path.glob("*.note"):
+        note.unlink()
+    known = {note["file"]: note["sha256"] for note in notes}
+    files = [
+        {
+            "path": str(file.relative_to(path)),
+            "bytes": file.stat().st_size,
+            "sha256": known.get(file.name) or sha256_of(file),
+        }
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    ]
+    (path / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+    for file in files:
+        if file["path"] not in known:
+            sync(path / str(file["path"]))
+    sync(path / MANIFEST)
+    sync(path)
+
+
+def publish(unfinished: Path, path: Path) -> None:
+    """Give a whole checkpoint its final name; an earlier one of that name goes."""
+    remove(path)
+    unfinished.rename(path)
+    sync(path.parent)
+
+
+def prune(folder: Path, *, keep: int) -> None:
+    """Remove all but the `keep` checkpoints published last."""
+    published = sorted(folder.glob("step-*"), key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
+    for path in published[:-keep]:
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, so that what still has its name is whole at any moment."""
+    if path.exists():
+        going = path.with_name(f".{path.name}.going")
+        shutil.rmtree(going, ignore_errors=True)
+        path.rename(going)
+        shutil.rmtree(going)
+
+
+def load(path: Path, optimizer: Optimizer, *, base: str | None) -> Facts:
+    """Fill the optimizer and the weights from a checkpoint of any layout. Every rank calls this together.
+
+    `base` is the fingerprint of the frozen weights in use. Raises BadCheckpoint where the checkpoint is damaged, or is
+    one of another model.
+    """
+    mesh = optimizer.mesh
+    with together(mesh):
+        verify(path, share=mesh.world_rank, shares=mesh.parallel.ranks)
+        index = json.loads((path / INDEX).read_text())
+        check_fits(path, index, optimizer, base=base)
+        fill(path, index["pieces"], optimizer.pieces())
+        optimizer.steps = index["updates"]
+    optimizer.publish()
+    return facts_of(index)
+
+
+def facts_of(index: dict[str, Any]) -> Facts:
+    return Facts(**{name: index[name] for name in ("step", "tokens", "seed", "base")})
+
+
+def verify(path: Path, *, share: int = 0, shares: int = 1) -> None:
+    """Compare every `shares`-th file with the manifest, from number `share`; raise BadCheckpoint where one differs."""
+    try:
+        files = json.loads((path / MANIFEST).read_text())["files"]
+    except FileNotFoundError:
+        raise BadCheckpoint(path, "it has no manifest.json, so it was never finished") from None
+    except ValueError:
+        raise BadCheckpoint(path, "its manifest.json is not readable") from None
+    for file in files[share::shares]:
+        name = file["path"]
+        if not (path / name).is_file():
+            raise BadCheckpoint(path, f"{name} is missing")
+        if (size := (path / name).stat().st_size) != file["bytes"]:
+            raise BadCheckpoint(path, f"{name} has {size} bytes where its manifest says {file['bytes']}")
+        if sha256_of(path / name) != file["sha256"]:
+            raise BadCheckpoint(path, f"{name} is damaged: its sha256 is not the manifest's")
+
+
+def check_fits(path: Path, index: dict[str, Any], optimizer: Optimizer, *, base: str | None) -> None:
+    """Raise BadCheckpoint where the checkpoint is not one of this model."""
+    if index["format"] != FORMAT:
+        raise BadCheckpoint(path, f"it has format {index['format']}, and this version reads {FORMAT}")
+    if index["base"] != base:
+        raise BadCheckpoint(path, "it was made on other base weights")
+    saved, wanted = index["parameters"], shapes_of(optimizer)
+    for name in saved.keys() | wanted.keys():
+        if saved.get(name) != wanted.get(name):
+            raise BadCheckpoint(
+                path, f"{name} has shape {saved.get(name)} there and {wanted.get(name)} in this model (None: not in it)"
+            )
+
+
+def fill(path: Path, saved: Iterable[dict[str, Any]], pieces: Iterable[Piece]) -> None:
+    """Copy into `pieces` what the files hold of them."""
+    by_parameter: dict[tuple[str, str], list[tuple[Rectangle, str, str]]] = defaultdict(list)
+    for entry in saved:
+        box = Rectangle(tuple(entry["offset"]), tuple(entry["size"]))
+        by_parameter[entry["parameter"], entry["key"]].append((box, entry["file"], entry["tensor"]))
+    files: dict[str, Any] = {}
+    for piece in pieces:
+        for key, tensor in piece.tensors.items():
+            filled = 0
+            for box, file, name in by_parameter[piece.parameter, key]:
+                if (both := piece.box.overlap(box)) is None:
+                    continue
+                if file not in files:
+                    files[file] = safe_open(path / file, framework="pt")
+                part = files[file].get_slice(name)[both.within(box)]
+                tensor[both.within(piece.box)].copy_(part)
+                filled += prod(both.size)
+            if filled != prod(piece.box.size):
+                raise BadCheckpoint(path, f"it lacks a part of {piece.parameter}")
+
+
+def shapes_of(optimizer: Optimizer) -> dict[str, list[int]]:
+    """The global shape of every trainable parameter."""
+    return {slot.name: list(slot.placement.shape) for slot in optimizer.slots}
+
+
+def fingerprint(base: Path) -> str:
+    """Tells base weights apart without reading all of them: configuration, and each file's size, header and end."""
+    digest = hashlib.sha256((base / "config.json").read_bytes())
+    for path in sorted(base.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(8)
+            header += file.read(int.from_bytes(header, "little"))
+            file.seek(max(0, size - 2**20))
+            digest.update(b"%d %s %s" % (size, header, file.read()))
+    return digest.hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or a folder's entries, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

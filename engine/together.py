@@ -1,0 +1,29 @@
+"""What one rank does for all, or each does alone, fails on all of them: none waits for one that has raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from engine.failure import LostContact
+from engine.mesh import Mesh
+
+
+@contextmanager
+def together(mesh: Mesh) -> Iterator[None]:
+    """All ranks leave the block, once each has done its part; or each raises, with its own error where it has one."""
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if mesh.parallel.ranks > 1:
+        raised_anywhere = torch.tensor(int(error is not None), device=mesh.device)
+        dist.all_reduce(raised_anywhere)
+        if error is None and raised_anywhere:
+            raise LostContact(f"{raised_anywhere.item()} of {mesh.parallel.ranks} ranks failed")
+    if error is not None:
+        raise error

@@ -1,0 +1,175 @@
+"""Checkpoints: whole or not there, and the same state in whatever layout they are loaded."""
+
+import hashlib
+import json
+from itertools import product
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine import checkpoint
+from engine.checkpoint import BadCheckpoint, Facts
+from engine.config import Parallel
+from engine.failure import LostContact
+from engine.mesh import alone, build
+from tests.engine.train.toy import SHAPES, backward, gradients, ours, train
+
+FACTS = Facts(step=3, tokens=96, seed=7)
+LAYOUTS = {
+    "one": Parallel(),
+    "tensor": Parallel(tensor=2),
+    "data": Parallel(data=2),
+    "data-not-sharded": Parallel(data=2, shard_optimizer=False),
+}
+CPU = torch.device("cpu")
+
+
+def whole_state(optimizer):
+    """The boxes that this rank holds of each global state."""
+    return [
+        (piece.parameter, key, piece.box, tensor.clone())
+        for piece in optimizer.pieces()
+        for key, tensor in piece.tensors.items()
+    ]
+
+
+def assemble(ranks):
+    """Global states from the boxes of all ranks, which must agree where several hold the same."""
+    states = {(name, key): torch.full(shape, torch.nan) for name, shape in SHAPES.items()
+              for key in ("weight", "average", "square")}  # fmt: skip
+    for name, key, box, tensor in (entry for held in ranks for entry in held):
+        where = tuple(slice(first, first + size) for first, size in zip(box.offset, box.size, strict=True))
+        seen = states[name, key][where]
+        assert torch.equal(seen[~seen.isnan()], tensor[~seen.isnan()])
+        states[name, key][where] = tensor
+    return states
+
+
+def train_and_save(parallel, folder):
+    mesh = alone(CPU) if parallel.ranks == 1 else build(parallel)
+    _, _, optimizer = train(mesh, 3, shard_optimizer=parallel.shard_optimizer)
+    checkpoint.save(folder, optimizer, FACTS, keep=3)
+    mesh.close()
+    return whole_state(optimizer)
+
+
+def load(parallel, path):
+    mesh = alone(CPU) if parallel.ranks == 1 else build(parallel)
+    parameters, optimizer = ours(mesh, shard_optimizer=parallel.shard_optimizer)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.zero_()
+    facts = checkpoint.load(path, optimizer, base=None)
+    assert (facts, optimizer.steps) == (FACTS, 3)
+    mesh.close()
+    return whole_state(optimizer)
+
+
+def on(world2, parallel, case, *args):
+    return [case(parallel, *args)] if parallel.ranks == 1 else world2.run(case, parallel, *args)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [pair for pair in product(LAYOUTS, repeat=2)])
+def test_any_layout_loads_what_any_other_saved(world2, tmp_path, saved, loaded):
+    before = assemble(on(world2, LAYOUTS[saved], train_and_save, tmp_path))
+    after = assemble(on(world2, LAYOUTS[loaded], load, tmp_path / "step-00000003"))
+    assert before.keys() == after.keys()
+    for key, state in before.items():
+        assert not state.isnan().any()
+        assert torch.equal(state, after[key]), key
+
+
+def save_alone(folder, step=3, *, keep=3):
+    _, _, optimizer = train(alone(CPU), 1)
+    return checkpoint.save(folder, optimizer, Facts(step, 0, 0), keep=keep, beside=lambda path: None).path
+
+
+def load_alone(path, *, base=None):
+    _, optimizer = ours(alone(CPU))
+    return checkpoint.load(path, optimizer, base=base)
+
+
+def test_the_manifest_has_the_sha256_of_every_other_file_and_plain_safetensors_hold_the_state(tmp_path):
+    path = save_alone(tmp_path)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    assert {file["path"] for file in files} == {file.name for file in path.iterdir()} - {"manifest.json"}
+    for file in files:
+        content = (path / file["path"]).read_bytes()
+        assert file["sha256"] == hashlib.sha256(content).hexdigest()
+        assert file["bytes"] == len(content)
+    held = load_file(path / "rank-00000.safetensors")
+    assert held["weight/embed/0-0"].shape == (7, 6)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def damage(path):
+    file = path / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        pytest.param(damage, "rank-00000.safetensors is damaged", id="a-flipped-bit"),
+        pytest.param(lambda path: (path / "rank-00000.safetensors").unlink(), "is missing", id="a-missing-file"),
+        pytest.param(lambda path: (path / "index.json").write_text("{}"), "has 2 bytes where", id="a-short-file"),
+        pytest.param(lambda path: (path / "manifest.json").unlink(), "never finished", id="no-manifest"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_in_words(tmp_path, harm, says):
+    path = save_alone(tmp_path)
+    harm(path)
+    with pytest.raises(BadCheckpoint, match=says):
+        load_alone(path)
+
+
+def test_a_checkpoint_of_other_base_weights_is_refused(tmp_path):
+    with pytest.raises(BadCheckpoint, match="other base weights"):
+        load_alone(save_alone(tmp_path), base="another")
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    for step in (1, 2, 3, 4):
+        save_alone(tmp_path, step, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_checkpoint_saved_twice_is_the_second(tmp_path):
+    path = save_alone(tmp_path)
+    (path / "mark").touch()
+    save_alone(tmp_path)
+    assert not (path / "mark").exists()
+    assert load_alone(path).step == 3
+
+
+def fail_on_rank_1(folder):
+    mesh = build(Parallel(data=2))
+    _, _, optimizer = train(mesh, 1)
+    if mesh.world_rank == 1:
+        optimizer.pieces = lambda: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    try:
+        checkpoint.save(folder, optimizer, FACTS, keep=1)
+    except (OSError, LostContact) as error:
+        return type(error).__name__
+    finally:
+        mesh.close()
+
+
+def test_when_one_rank_cannot_save_none_goes_on_and_nothing_is_left(world2, tmp_path):
+    assert world2.run(fail_on_rank_1, tmp_path) == ["LostContact", "OSError"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_goes_on_bitwise_from_a_checkpoint(tmp_path):
+    straight, _, through = train(alone(CPU), 3)
+    checkpoint.save(tmp_path, through, FACTS, keep=1)
+    resumed, optimizer = ours(alone(CPU))
+    checkpoint.load(tmp_path / "step-00000003", optimizer, base=None)
+    for parameters, which in ((straight, through), (resumed, optimizer)):
+        for part in range(2):
+            backward(parameters, gradients(9, part), which.mesh)
+        which.update(lr=0.01, norm=which.sum_gradients())
+    assert all(torch.equal(straight[name], resumed[name]) for name in SHAPES)
