@@ -88,7 +88,8 @@ class LocalLauncher:
         logs = gang.run_dir / "logs"
         logs.mkdir(exist_ok=True)
         silence = gang.heartbeat_timeout.total_seconds()
-        with (logs / "launch.log").open("ab") as output:
+        # The launch writes launch.log itself; this catches what goes wrong before it can.
+        with (logs / "launch-output.log").open("ab") as output:
             process = subprocess.Popen(
                 [*self._command, "--ranks", str(gang.ranks), "--heartbeat-timeout", f"{silence:g}",
                  str(gang.run_dir / "run.json")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from queue import Empty, SimpleQueue
 from time import monotonic
 
@@ -36,3 +37,9 @@ class Orders:
     def _take(self, wish: Wish | None) -> None:
         if wish is not None:
             self.wish = wish if self.wish is None else max(self.wish, wish)
+
+
+def obey_signals(orders: Orders) -> None:
+    """From now on, being asked to end is a wish to drain."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: orders.give(Wish.DRAIN))

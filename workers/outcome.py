@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
 
+from core import failures
+from core.failures import failure
 from engine.events import ErrorCode, Event, Failed, Finished, Stopped
 
 
@@ -73,7 +75,7 @@ def decide(
             return Outcome(Action.PUBLISH, "finished")
         case Failed():
             action = Action.LOSE if last.code in TRANSIENT else Action.FAIL
-            return Outcome(action, last.message, last.model_dump(include={"code", "message", "param", "rank", "hint"}))
+            return Outcome(action, last.message, failures.of_event(last))
         case Stopped() if wish is None:
             return Outcome(Action.REQUEUE, "the engine was told to stop by something outside")
     if wish is Wish.TIME_IS_UP:
@@ -81,17 +83,12 @@ def decide(
     if wish is not None:
         return WISHED[wish]
     message = f"the engine ended without saying why ({describe(exit_code)})"
-    return Outcome(Action.LOSE, message, error("rank_lost", message, hint="The logs of the ranks may tell more."))
-
-
-def error(code: ErrorCode, message: str, *, hint: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """A job's error, as its row keeps it."""
-    return {"code": code, "message": message, "param": param, "rank": None, "hint": hint}
+    return Outcome(Action.LOSE, message, failure("rank_lost", message))
 
 
 def out_of_time(max_runtime: float | None) -> dict[str, Any]:
     limit = "its limit" if max_runtime is None else f"{max_runtime:g} seconds"
-    return error(
+    return failure(
         "max_runtime",
         f"the job ran for {limit}, its max_runtime, and was stopped",
         hint="Its newest checkpoint is kept: submit it again with a longer max_runtime, or fewer steps.",

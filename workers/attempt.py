@@ -1,0 +1,309 @@
+"""One attempt at a job, from staging to its end. Holding on to the job meanwhile is the lease's business."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from math import inf
+from queue import Empty, SimpleQueue
+from threading import Thread
+from time import monotonic
+from typing import Any, TypeVar
+
+import structlog
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from core import artifacts, checkpoints, jobs
+from core.errors import InvalidMove
+from core.failures import failure
+from core.models import Job, Node, Slot
+from core.services import Services
+from core.settings import trainer_environment
+from core.states import HELD, JobState
+from engine.config import RunConfig
+from engine.events import LAST, CheckpointSaved, Evaluated, Event, Finished, Log, Step
+from workers import staging, tidy
+from workers.follower import Follower
+from workers.launcher import GangSpec, Handle, Launcher, Status
+from workers.lease import SILENCE, Lease
+from workers.orders import Orders
+from workers.outcome import WISHED, Action, Outcome, Wish, decide
+from workers.publisher import Publisher, Saved
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.1
+"""How often the gang and its growing files are looked at."""
+LINGER = timedelta(seconds=10)
+"""How long a gang may take to end after its last event, or a killed one to disappear."""
+RETRY_SECONDS = 0.5
+"""Pause after a write that the database did not answer."""
+
+ANY = frozenset(Wish)
+DONE_FOR = frozenset({Wish.CANCEL, Wish.LOST})
+"""Wishes after which results don't matter; the others wait until a finished run is published."""
+
+
+class Interrupted(Exception):
+    """What is being done no longer matters."""
+
+    def __init__(self, wish: Wish) -> None:
+        super().__init__(wish.name)
+        self.wish = wish
+
+
+class Attempt:
+    """Everything it writes carries the attempt's number as its fence, so that one that was replaced writes nothing."""
+
+    def __init__(self, services: Services, job: Job, *, launcher: Launcher, orders: Orders, lease: Lease) -> None:
+        self.services, self.settings = services, services.settings
+        self.job, self.fence = job, job.attempt
+        self.launcher, self.orders, self.lease = launcher, orders, lease
+        self.config = RunConfig.model_validate(job.run_config)
+        save = timedelta(seconds=self.settings.stop_grace_seconds)
+        self.graces = {
+            Wish.DRAIN: save,
+            Wish.PAUSE: save,
+            Wish.TIME_IS_UP: save,
+            Wish.CANCEL: timedelta(seconds=self.settings.cancel_grace_seconds),
+            Wish.LOST: timedelta(0),
+        }
+        """How long the gang has to end after each wish."""
+        self.run_dir = tidy.run_dir(self.settings, job.id, job.attempt)
+        self.last: Event | None = None
+        """The run's last event, once it came."""
+        self.metrics: dict[str, Any] = {}
+        """The newest numbers, to go with a checkpoint."""
+        self.asides: SimpleQueue[Log] = SimpleQueue()
+        """What other threads want the user to know."""
+        self.publisher = Publisher(
+            self.run_dir / "outbox", keep=self.config.training.keep_checkpoints, publish=self.publish, failed=self.tell
+        )
+
+    def run(self) -> Outcome:
+        """See the attempt through and return what became of it."""
+        try:
+            outcome = self.attempt()
+        except Interrupted as interrupted:
+            outcome = WISHED[interrupted.wish]
+        except staging.Unusable as error:
+            outcome = Outcome(Action.FAIL, error.message, failure(error.code, error.message))
+        except Exception as error:  # the process's edge: whatever broke, the job goes on or says why
+            log.exception("attempt broke")
+            outcome = Outcome(Action.LOSE, f"the attempt broke: {error}", explain(error))
+        self.publisher.close()
+        outcome = self.conclude(outcome)
+        log.info("attempt concluded", action=outcome.action.value, reason=outcome.reason)
+        if outcome.action is not Action.ABANDON:
+            tidy.tidy_job(self.services, self.job.id)
+        return outcome
+
+    # The road
+
+    def attempt(self) -> Outcome:
+        """Stage, train, publish; what the job should become."""
+        self.meanwhile(lambda: staging.stage(self.services, self.job, self.run_dir), unless=ANY)
+        status = self.train()
+        outcome = decide(self.last, exit_code=status.exit_code, wish=self.orders.wish, max_runtime=self.job.max_runtime)
+        if outcome.action in {Action.CANCEL, Action.ABANDON}:
+            return outcome
+        self.meanwhile(self.publisher.flush, unless=DONE_FOR)
+        if isinstance(self.last, Finished):
+            export = self.run_dir / self.last.export
+            self.meanwhile(lambda: artifacts.publish(self.services, self.job, export), unless=DONE_FOR)
+        return outcome
+
+    def train(self) -> Status:
+        """Launch the ranks and follow them to their end."""
+        gang = GangSpec(
+            job_id=self.job.id,
+            attempt=self.fence,
+            ranks=self.config.parallel.ranks,
+            run_dir=self.run_dir,
+            environment=trainer_environment(self.gpus()),
+            heartbeat_timeout=self.settings.lease * SILENCE,
+        )
+        handle = self.launcher.submit(gang)
+        self.lease.feed(lambda: self.launcher.beat(handle))
+        try:
+            return self.follow(handle)
+        finally:
+            self.put_down(handle)
+
+    def gpus(self) -> Sequence[int]:
+        """The GPUs that the job was given; none on a host that offers CPU slots."""
+        held = (
+            select(Slot.index)
+            .join(Node, Node.name == Slot.node)
+            .where(Slot.job_id == self.job.id, Node.device == "cuda")
+            .order_by(Slot.index)
+        )
+        with self.services.db.reading() as session:
+            return session.scalars(held).all()
+
+    def follow(self, handle: Handle) -> Status:
+        """Record what the ranks say and pass on what they are told, until none is left."""
+        follower = Follower(self.run_dir / "events.jsonl")
+        unrecorded: list[Event] = []
+        told: Wish | None = None
+        time_is_up, lingers_until = monotonic() + (self.job.max_runtime or inf), inf
+        while True:
+            # In this order, so that what it wrote last is read.
+            status = self.launcher.poll(handle)
+            news = [*follower.read(), *drained(self.asides)]
+            unrecorded = self.record([*unrecorded, *news])
+            if status.ended and not news and (not unrecorded or self.orders.wish is Wish.LOST):
+                return status
+            if monotonic() >= time_is_up:
+                self.orders.give(Wish.TIME_IS_UP)
+                time_is_up = inf
+            if self.last is not None:
+                lingers_until = min(lingers_until, monotonic() + LINGER.total_seconds())
+            if monotonic() >= lingers_until:
+                self.launcher.cancel(handle, timedelta(0))
+            wish = self.orders.wait(0 if news and not unrecorded else LOOK_SECONDS)
+            if wish is not None and wish is not told:
+                told = wish
+                log.info("gang told to end", wish=wish.name)
+                self.launcher.cancel(handle, self.graces[wish])
+
+    def put_down(self, handle: Handle) -> None:
+        """Leave no process of the gang, however the following ended."""
+        deadline = monotonic() + LINGER.total_seconds()
+        while not self.launcher.poll(handle).ended:
+            self.launcher.cancel(handle, timedelta(0))
+            if monotonic() > deadline:
+                raise TimeoutError(f"processes of {handle} are still there {LINGER} after they were killed")
+            self.orders.wait(LOOK_SECONDS)
+
+    # What is written on the way
+
+    def record(self, events: list[Event]) -> list[Event]:
+        """Write the events down; return those that the database would not take now."""
+        if not events:
+            return []
+        try:
+            with self.services.db.session() as session:
+                jobs.record(session, self.job.id, fence=self.fence, events=events)
+        except InvalidMove:
+            self.orders.give(Wish.LOST)
+            return []
+        except SQLAlchemyError as error:
+            log.warning("events not recorded yet", events=len(events), error=str(error))
+            return events
+        for event in events:
+            self.note(event)
+        return []
+
+    def note(self, event: Event) -> None:
+        """What a recorded event means for us. A checkpoint is published after the steps before it are in the table."""
+        match event:
+            case Step():
+                self.metrics |= {"loss": event.loss, "tokens": event.tokens}
+            case Evaluated():
+                self.metrics |= {"validation_loss": event.loss, "validation_token_accuracy": event.token_accuracy}
+            case CheckpointSaved():
+                self.publisher.add(event.step, self.run_dir / event.path, dict(self.metrics))
+        if isinstance(event, LAST):
+            self.last = event
+
+    def publish(self, saved: Saved) -> None:
+        """Upload a checkpoint and make it the one that the next attempt starts from. In the publisher's thread."""
+        checkpoints.publish(
+            self.services, self.job.id, fence=self.fence, step=saved.step, folder=saved.folder, metrics=saved.metrics
+        )
+        checkpoints.prune(self.services, self.job.id, keep=self.config.training.keep_checkpoints)
+
+    def tell(self, saved: Saved, error: Exception) -> None:
+        """Say that a checkpoint could not be published. In the publisher's thread."""
+        if isinstance(error, InvalidMove):
+            self.orders.give(Wish.LOST)
+            return
+        said = explain(error)
+        self.asides.put(
+            Log(level="warning", message=f"the checkpoint of step {saved.step} was not published: {said['message']}")
+        )
+
+    # The end
+
+    def conclude(self, outcome: Outcome) -> Outcome:
+        """Make it so in the row; what it became in the end, as a wish may have come first, or another attempt."""
+        while outcome.action is not Action.ABANDON:
+            try:
+                with self.services.db.session() as session:
+                    self.settle(session, outcome)
+                return outcome
+            except InvalidMove as error:
+                outcome = self.reconsider(error)
+            except SQLAlchemyError as error:
+                log.warning("end not written yet", error=str(error))
+                if self.orders.wait(RETRY_SECONDS) is Wish.LOST:
+                    return WISHED[Wish.LOST]
+        return outcome
+
+    def settle(self, session: Session, outcome: Outcome) -> None:
+        job_id, fence, reason = self.job.id, self.fence, outcome.reason
+        match outcome.action:
+            case Action.PUBLISH:
+                jobs.move(session, job_id, JobState.SUCCEEDED, fence=fence)
+            case Action.FAIL:
+                jobs.move(session, job_id, JobState.FAILED, fence=fence, error=outcome.error)
+            case Action.CANCEL:
+                jobs.move(session, job_id, JobState.CANCELLED, fence=fence)
+            case Action.PAUSE:
+                jobs.move(session, job_id, JobState.PAUSED, fence=fence)
+            case Action.REQUEUE:
+                jobs.requeue(session, job_id, fence=fence, reason=reason)
+            case Action.LOSE:
+                losses = self.settings.max_losses
+                jobs.lose(session, job_id, fence=fence, reason=reason, max_losses=losses, error=outcome.error)
+
+    def reconsider(self, refusal: InvalidMove) -> Outcome:
+        """The row refused: a cancel came between, or the job is somebody else's."""
+        with self.services.db.reading() as session:
+            job = session.get(Job, self.job.id)
+        if job is None or job.attempt != self.fence or job.holder is None or job.state not in HELD:
+            return WISHED[Wish.LOST]
+        if job.state is JobState.CANCELLING:
+            return WISHED[Wish.CANCEL]
+        raise refusal
+
+    def meanwhile(self, work: Callable[[], T], *, unless: frozenset[Wish]) -> T:
+        """The result of `work`, done in a thread; leaves it and raises Interrupted as soon as such a wish comes."""
+        done: Future[T] = Future()
+        done.add_done_callback(lambda future: self.orders.wake())
+        Thread(target=fulfil, args=(done, work), name="meanwhile", daemon=True).start()
+        while not done.done():
+            wish = self.orders.wait(1.0)
+            if wish in unless:
+                raise Interrupted(wish)
+        return done.result()
+
+
+def fulfil(done: Future[T], work: Callable[[], T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:  # whoever waits for the result raises it
+        done.set_exception(error)
+
+
+def drained(inbox: SimpleQueue[Log]) -> Iterable[Log]:
+    while True:
+        try:
+            yield inbox.get_nowait()
+        except Empty:
+            return
+
+
+def explain(error: Exception) -> dict[str, Any]:
+    """`Job.error` for what went wrong on our side of an attempt."""
+    # The storage library tells a full disk in words only.
+    if getattr(error, "errno", None) in {errno.ENOSPC, errno.EDQUOT} or "No space left" in str(error):
+        return failure("disk_full", f"no space left: {error}")
+    return failure("internal", f"{type(error).__name__}: {error}")

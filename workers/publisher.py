@@ -1,0 +1,98 @@
+"""Upload the checkpoints of one attempt in the background, one after another, while it trains on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Condition, Thread
+from typing import Any
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that waits for its upload."""
+
+    step: int
+    folder: Path
+    metrics: Mapping[str, Any]
+
+
+class Publisher:
+    """`publish` uploads one. When it fails, `failed` hears why, and the next is tried as if nothing had been."""
+
+    def __init__(
+        self,
+        outbox: Path,
+        *,
+        keep: int,
+        publish: Callable[[Saved], None],
+        failed: Callable[[Saved, Exception], None],
+    ) -> None:
+        self._outbox = outbox
+        self._keep = keep
+        self._publish = publish
+        self._failed = failed
+        self._waiting: deque[Saved] = deque()
+        self._changed = Condition()
+        self._busy = False
+        self._closed = False
+        self._thread = Thread(target=self._work, name="publisher", daemon=True)
+        self._thread.start()
+
+    def add(self, step: int, folder: Path, metrics: Mapping[str, Any]) -> None:
+        """Queue the checkpoint in `folder`. Where uploads fall behind, the oldest that wait are left out."""
+        # The engine keeps its newest few only; a second name for each file keeps the bytes until they are uploaded.
+        linked = self._outbox / folder.name
+        try:
+            shutil.copytree(folder, linked, copy_function=os.link)
+        except (FileNotFoundError, shutil.Error) as error:
+            shutil.rmtree(linked, ignore_errors=True)
+            log.warning("checkpoint gone before its upload", step=step, error=str(error))
+            return
+        with self._changed:
+            self._waiting.append(Saved(step, linked, metrics))
+            while len(self._waiting) > self._keep:
+                left_out = self._waiting.popleft()
+                shutil.rmtree(left_out.folder)
+                log.warning("checkpoint left out", step=left_out.step, reason="uploads are slower than the training")
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until nothing is left to upload. How long is the storage's say: wait where you can be interrupted."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not (self._waiting or self._busy))
+
+    def close(self) -> None:
+        """Begin nothing more; who waits in `flush` returns. An upload under way goes on; its row will be refused."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while (saved := self._next()) is not None:
+            try:
+                self._publish(saved)
+            except Exception as error:  # the thread's edge: whatever storage and database may raise
+                log.warning("checkpoint not published", step=saved.step, exc_info=True)
+                self._failed(saved, error)
+            else:
+                log.info("checkpoint published", step=saved.step)
+            shutil.rmtree(saved.folder, ignore_errors=True)
+
+    def _next(self) -> Saved | None:
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or bool(self._waiting))
+            if self._closed:
+                return None
+            self._busy = True
+            return self._waiting.popleft()

@@ -1,0 +1,106 @@
+"""Fill a run directory with what an attempt needs: data, base weights, the newest checkpoint, and `run.json` last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import structlog
+from sqlalchemy.orm import Session
+
+from core import checkpoints
+from core.errors import NotFound
+from core.models import Checkpoint, File, Job, Model
+from core.services import Services
+from core.spec import JobSpec
+from core.storage import Storage
+from engine.config import RunConfig
+from engine.events import ErrorCode
+
+log = structlog.get_logger(__name__)
+
+
+class Unusable(Exception):
+    """Something that the job needs is gone for good; trying again would not bring it back."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code: ErrorCode = code
+        self.message = message
+
+
+def stage(services: Services, job: Job, run_dir: Path) -> RunConfig:
+    """Bring everything to `run_dir` and write `run.json`; what the engine will read."""
+    run = RunConfig.model_validate(job.run_config)
+    with services.db.reading() as session:
+        uploads = [(path, _file(session, id_)) for path, id_ in _uploads(run, JobSpec.model_validate(job.spec))]
+        base = _model(session, job) if run.base is not None else None
+        checkpoint = checkpoints.latest(session, job.id)
+    run_dir.mkdir(parents=True)
+    for path, file in uploads:
+        _fetch(services.storage, file, run_dir / path)
+    if run.base is not None and base is not None:
+        stage_model(services, base.source, run_dir / run.base)
+    if checkpoint is not None:
+        run = run.model_copy(update={"resume": _resume(services.storage, checkpoint, run_dir)})
+    _write(run_dir / "run.json", run.model_dump_json(indent=2))
+    log.info("attempt staged", files=len(uploads), base=job.base_model, resumes_from=checkpoint and checkpoint.step)
+    return run
+
+
+def _uploads(run: RunConfig, spec: JobSpec) -> Iterator[tuple[Path, str]]:
+    """Where each uploaded file goes. `core.resolve` names the paths in the order of the spec's ids."""
+    yield from zip(run.data.train, spec.data.train, strict=True)
+    if isinstance(run.data.validation, Path):
+        yield run.data.validation, str(spec.data.validation)
+    if run.tokenizer.path is not None and spec.tokenizer is not None:
+        yield run.tokenizer.path, str(spec.tokenizer.file)
+
+
+def _file(session: Session, file_id: str) -> File:
+    if file := session.get(File, file_id):
+        return file
+    raise Unusable("invalid_data", f"the file {file_id} is gone")
+
+
+def _fetch(storage: Storage, file: File, path: Path) -> None:
+    try:
+        storage.get_to(file.storage_key, path)
+    except NotFound as error:
+        raise Unusable("invalid_data", f"the content of {file.id} is gone from storage") from error
+
+
+def _model(session: Session, job: Job) -> Model:
+    if job.base_model is not None and (model := session.get(Model, job.base_model)):
+        return model
+    raise Unusable("invalid_model", f"the model {job.base_model} is gone")
+
+
+def stage_model(services: Services, source: str, folder: Path) -> None:
+    """Bring the files of a model to `folder`, by its `Model.source`; a folder on this host is only linked to."""
+    kind, _, where = source.partition(":")
+    if kind == "dir":
+        local = services.settings.models / where
+        if not local.is_dir():
+            raise Unusable(
+                "invalid_model", f"the folder {where!r} is not in this host's models directory, {local.parent}"
+            )
+        folder.symlink_to(local, target_is_directory=True)
+        return
+    try:
+        services.storage.get_tree(where, folder)
+    except NotFound as error:
+        raise Unusable("invalid_model", f"the model's files are gone from storage: {where}") from error
+
+
+def _resume(storage: Storage, checkpoint: Checkpoint, run_dir: Path) -> Path:
+    """Bring a checkpoint to the run directory; where the run finds it."""
+    path = Path("resume") / f"step-{checkpoint.step:08d}"
+    checkpoints.stage(storage, checkpoint, run_dir / path)
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)

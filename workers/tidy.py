@@ -1,0 +1,62 @@
+"""What attempts leave on this host's disk, and when it goes: logs to storage first, then the run directory."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import structlog
+
+from core import joblogs
+from core.models import Job
+from core.services import Services
+from core.settings import Settings
+from core.states import TERMINAL
+
+log = structlog.get_logger(__name__)
+
+KEEP_SUPERVISOR_LOG = timedelta(days=7)
+
+
+def run_dir(settings: Settings, job_id: str, attempt: int) -> Path:
+    """Where an attempt works."""
+    return settings.runs / job_id / str(attempt)
+
+
+def tidy_job(services: Services, job_id: str) -> None:
+    """Remove the run directories of this job's attempts that are over. Their logs stay readable."""
+    folder = services.settings.runs / job_id
+    with services.db.reading() as session:
+        job = session.get(Job, job_id)
+    for attempt in sorted(int(path.name) for path in folder.glob("[0-9]*") if path.is_dir()):
+        if job is None or is_over(job, attempt):
+            work = run_dir(services.settings, job_id, attempt)
+            if job is not None:
+                joblogs.keep(services.storage, job_id, attempt, work / "logs")
+            shutil.rmtree(work)
+            log.info("run directory removed", job=job_id, attempt=attempt)
+
+
+def is_over(job: Job, attempt: int) -> bool:
+    """Whether nobody works, or will work, in this attempt's run directory."""
+    # One above the row's is being claimed while we look.
+    return attempt < job.attempt or (attempt == job.attempt and job.holder is None)
+
+
+def tidy_host(services: Services) -> None:
+    """The same for every job that ever ran here: a supervisor that was killed could not do it itself."""
+    if not services.settings.runs.is_dir():
+        return
+    for folder in services.settings.runs.iterdir():
+        tidy_job(services, folder.name)
+        old = time.time() - folder.stat().st_mtime > KEEP_SUPERVISOR_LOG.total_seconds()
+        if old and is_terminal(services, folder.name):
+            shutil.rmtree(folder)
+
+
+def is_terminal(services: Services, job_id: str) -> bool:
+    with services.db.reading() as session:
+        job = session.get(Job, job_id)
+    return job is None or job.state in TERMINAL
