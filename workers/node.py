@@ -1,0 +1,187 @@
+"""This host in the cluster: offers its slots, keeps a Celery worker and a sampler alive, drains when told to end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from time import monotonic
+
+import psutil
+import structlog
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from core import jobs, nodes
+from core import log as logging
+from core.errors import DomainError, NotFound
+from core.models import Job
+from core.queue import CONTROL, node_queue
+from core.services import Services
+from core.settings import Settings
+from core.states import HELD, JobState
+from workers import hardware, tidy
+from workers.children import Child
+from workers.orders import Orders, obey_signals
+
+log = structlog.get_logger(__name__)
+
+TEND_SECONDS = 0.5
+TIDY_SECONDS = 60.0
+LOOK_SECONDS = 0.2
+"""How often a draining node looks who is left."""
+CHILD_GRACE_SECONDS = 5.0
+DRAIN_MARGIN_SECONDS = 5.0
+"""What supervisors get beyond the grace of their runs, to upload and to write the end."""
+
+
+def main() -> None:
+    settings = Settings()
+    logging.setup(settings.log_level)
+    orders = Orders()
+    obey_signals(orders)
+    with Services(settings) as services:
+        Node(services, orders).run()
+
+
+class Node:
+    """Lives until it is told to drain."""
+
+    def __init__(self, services: Services, orders: Orders) -> None:
+        self.services, self.settings = services, services.settings
+        self.name = self.settings.node_name
+        self.orders = orders
+        self.worker = Child("worker", worker_command(self.name))
+        self.sampler = Child("sampler", (sys.executable, "-m", "workers.sampler"))
+        self.hardware = hardware.survey(self.settings)
+        self._registered = False
+        self._beat_at = self._tidy_at = 0.0
+
+    def run(self) -> None:
+        log.info("node is up", node=self.name, device=self.hardware.device, slots=self.hardware.num_slots)
+        while self.orders.wait(TEND_SECONDS) is None:
+            for child in (self.worker, self.sampler):
+                child.tend()
+            self.beat()
+            self.tidy()
+        self.drain()
+
+    def beat(self) -> None:
+        """Say that this host lives, and at first, or when nobody knows it any more, what it offers."""
+        if monotonic() < self._beat_at:
+            return
+        self._beat_at = monotonic() + nodes.HEARTBEAT.total_seconds()
+        try:
+            with self.services.db.session() as session:
+                if self._registered:
+                    nodes.heartbeat(session, self.name)
+                else:
+                    self.register(session)
+        except NotFound:
+            self._registered, self._beat_at = False, 0.0
+        except SQLAlchemyError as error:
+            log.warning("heartbeat not written", error=str(error))
+        else:
+            self._registered = True
+
+    def register(self, session: Session) -> None:
+        offer = self.hardware
+        nodes.register(
+            session,
+            self.name,
+            device=offer.device,
+            num_slots=offer.num_slots,
+            slot_memory_bytes=offer.slot_memory_bytes,
+            slot_peak_flops=offer.slot_peak_flops,
+        )
+
+    def tidy(self) -> None:
+        """Clear away what supervisors that were killed left on this host."""
+        if monotonic() < self._tidy_at:
+            return
+        self._tidy_at = monotonic() + TIDY_SECONDS
+        try:
+            tidy.tidy_host(self.services)
+        except Exception:  # the loop's edge: whatever storage, disk or database may raise, it is tried again
+            log.warning("not tidied", exc_info=True)
+
+    # Going down
+
+    def drain(self) -> None:
+        """Take nothing new, have the runs saved and queued again, then end the children."""
+        log.info("node drains", node=self.name)
+        try:
+            with self.services.db.session() as session:
+                nodes.drain(session, self.name)
+        except (SQLAlchemyError, NotFound) as error:
+            log.warning("node not marked as draining", error=str(error))
+        # Before the supervisors: it would start more of them.
+        self.worker.stop(CHILD_GRACE_SECONDS)
+        self.end_supervisors()
+        self.give_back()
+        self.sampler.stop(CHILD_GRACE_SECONDS)
+        log.info("node is down", node=self.name)
+
+    def end_supervisors(self) -> None:
+        """Ask this host's supervisors to save and requeue; kill those that take too long, as their leases will tell."""
+        deadline = monotonic() + self.settings.stop_grace_seconds + DRAIN_MARGIN_SECONDS
+        asked: set[psutil.Process] = set()
+        while left := {process for process in asked | self.supervisors() if lives(process)}:
+            late = monotonic() > deadline
+            for process in left if late else left - asked:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
+            asked |= left
+            if late:
+                log.warning("supervisors killed", pids=sorted(process.pid for process in left))
+                return
+            self.orders.wait(LOOK_SECONDS)
+
+    def supervisors(self) -> set[psutil.Process]:
+        """The supervisors of jobs that are placed here. The rows say which, so that another node's are left alone."""
+        try:
+            placed = set(self.placed())
+        except SQLAlchemyError as error:
+            log.warning("jobs of this host not read", error=str(error))
+            return set()
+        return {
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if (command := process.info["cmdline"] or [])[-2:-1] == ["workers.supervisor"] and command[-1] in placed
+        }
+
+    def placed(self) -> Sequence[str]:
+        with self.services.db.reading() as session:
+            return session.scalars(select(Job.id).where(Job.node == self.name, Job.state.in_(HELD))).all()
+
+    def give_back(self) -> None:
+        """Queue what was placed here and never started."""
+        try:
+            with self.services.db.session() as session:
+                for job in jobs.unclaimed(session):
+                    if job.node == self.name:
+                        jobs.move(session, job.id, JobState.QUEUED, message=f"{self.name} went down before it started")
+        except (SQLAlchemyError, DomainError) as error:
+            log.warning("jobs not given back", error=str(error))
+
+
+def worker_command(node: str) -> tuple[str, ...]:
+    """The Celery worker of a host. Its tasks are short, so two at once are plenty."""
+    return (
+        sys.executable, "-m", "celery", "-A", "workers.app", "worker", "--concurrency", "2", "--loglevel", "INFO",
+        "--queues", f"{CONTROL},{node_queue(node)}", "--hostname", f"worker@{node}",
+        # Each of these makes workers talk to one another through the broker; ours have nothing to say.
+        "--without-gossip", "--without-mingle", "--without-heartbeat",
+    )  # fmt: skip
+
+
+def lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+if __name__ == "__main__":
+    main()

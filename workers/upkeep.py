@@ -1,0 +1,92 @@
+"""Do again what a lost message or a dead process left undone: place, take back, resend. `python -m workers.upkeep`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+import structlog
+
+from core import hints, jobs, scheduler
+from core import log as logging
+from core.services import Services
+from core.settings import Settings
+from workers.orders import Orders, obey_signals
+
+log = structlog.get_logger(__name__)
+
+TICK_SECONDS = 1.0
+RESEND_SECONDS = 5.0
+LOOKS_PER_LEASE = 5
+LONGEST_LOOK_SECONDS = 3.0
+
+
+@dataclass
+class Duty:
+    """Something to do every so often. Any number of upkeeps may do it at once: the rows decide."""
+
+    name: str
+    every_seconds: float
+    do: Callable[[], None]
+    due_at: float = 0.0
+    """On the monotonic clock."""
+
+    def do_if_due(self) -> None:
+        if monotonic() < self.due_at:
+            return
+        self.due_at = monotonic() + self.every_seconds
+        try:
+            self.do()
+        except Exception:  # the loop's edge: the other duties go on, and this one's time comes again
+            log.warning("duty not done", duty=self.name, exc_info=True)
+
+
+class Upkeep:
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        look = min(services.settings.lease_seconds / LOOKS_PER_LEASE, LONGEST_LOOK_SECONDS)
+        self.duties = (
+            Duty("reclaim", look, self.reclaim),
+            Duty("tick", TICK_SECONDS, self.tick),
+            Duty("resend", RESEND_SECONDS, self.resend, due_at=monotonic() + RESEND_SECONDS),
+        )
+
+    def run(self, orders: Orders) -> None:
+        """Until a wish comes."""
+        while orders.wait(max(0.0, min(duty.due_at for duty in self.duties) - monotonic())) is None:
+            for duty in self.duties:
+                duty.do_if_due()
+
+    def reclaim(self) -> None:
+        """Take back the jobs whose lease is over; a cancel or pause that waited for such a job comes true."""
+        with self.services.db.session() as session:
+            for job in jobs.reclaim(session, max_losses=self.services.settings.max_losses):
+                log.warning("job taken back", job=job.id, attempt=job.attempt, state=job.state.value)
+
+    def tick(self) -> None:
+        """The scheduler's look, in case that a nudge was lost or a back-off has passed."""
+        with self.services.db.session() as session:
+            for placement in scheduler.tick(session):
+                log.info("job placed", job=placement.job_id, node=placement.node, slots=placement.slots)
+
+    def resend(self) -> None:
+        """Start again what was placed and not claimed. Several supervisors may come of it; one gets the job."""
+        with self.services.db.session() as session:
+            for job in jobs.unclaimed(session):
+                if job.node is not None:
+                    hints.start(session, job.id, job.node)
+
+
+def main() -> None:
+    settings = Settings()
+    logging.setup(settings.log_level)
+    orders = Orders()
+    obey_signals(orders)
+    with Services(settings) as services:
+        log.info("upkeep is up")
+        Upkeep(services).run(orders)
+
+
+if __name__ == "__main__":
+    main()
