@@ -1,0 +1,224 @@
+"""Weights from and to a folder in Hugging Face's layout, one file or pieces with an index; cut on load, whole on save.
+
+`config.json` is `engine.families`' business, and which tokens go with it the tokenizer's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.comm import TensorAxis, gather_dim
+from engine.config import ModelShape
+from engine.families import shape_of_config
+from engine.model import Decoder
+from engine.placement import placement_of
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+"""Largest file written, as `transformers` splits; one tensor may exceed it."""
+
+IGNORED = (".rotary_emb.inv_freq",)
+"""Ends of names that old exports carry and that follow from the config."""
+
+
+class InvalidWeights(ValueError):
+    """The folder's tensors are not those of the model; the message names the file or tensor."""
+
+
+def read_shape(directory: Path) -> ModelShape:
+    """The shape that `directory/config.json` describes. Raises ValueError naming what is missing or not supported."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; a model folder needs a config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    return shape_of_config(config)
+
+
+def read_dtype(directory: Path) -> torch.dtype:
+    """The type that the folder's embedding is stored in. Raises InvalidWeights as `load` does."""
+    with _Folder(directory) as folder:
+        return folder.whole("model.embed_tokens.weight").dtype
+
+
+def load(decoder: Decoder, directory: Path) -> None:
+    """Fill the decoder's parameters, each rank reading its own piece, in the decoder's dtype.
+
+    Adapters are left as they are. Raises InvalidWeights where a file is damaged, a tensor is missing, unknown or of
+    another shape, or where a tied model's `lm_head.weight` is not its embedding.
+    """
+    parameters = {name: p for name, p in decoder.named_parameters() if ".adapter." not in name}
+    with _Folder(directory) as folder, torch.no_grad():
+        unknown = [name for name in folder.names() - parameters.keys() if not name.endswith(IGNORED)]
+        if decoder.shape.tie_embeddings and "lm_head.weight" in unknown:
+            unknown.remove("lm_head.weight")
+            if not torch.equal(folder.whole("lm_head.weight"), folder.whole("model.embed_tokens.weight")):
+                raise InvalidWeights(
+                    "lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings is true; "
+                    "set it to false in config.json, or leave lm_head.weight out"
+                )
+        if unknown:
+            raise InvalidWeights(
+                f"{directory}: tensor {min(unknown)} is not part of the model; is config.json its own?"
+            )
+        for name, parameter in parameters.items():
+            placement = placement_of(parameter)
+            if folder.shape(name) != placement.shape:
+                raise InvalidWeights(
+                    f"{directory}: {name} has shape {list(folder.shape(name))}; "
+                    f"config.json says {list(placement.shape)}"
+                )
+            piece = folder.piece(name, placement.dim, placement.start, placement.length)
+            parameter.zero_()
+            placement.true_part(parameter).copy_(piece)
+
+
+def whole_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Name and global host tensor of each parameter that is not an adapter's, one at a time.
+
+    All ranks of a tensor axis go through it together, for each tensor is gathered from them.
+    """
+    for name, parameter in decoder.named_parameters():
+        if ".adapter." not in name:
+            yield name, whole(parameter, parameter, decoder.axis).cpu()
+
+
+def whole(local: Tensor, like: Tensor, axis: TensorAxis) -> Tensor:
+    """The global tensor, at its true size, whose pieces are placed as the parameter `like` is."""
+    placement = placement_of(like)
+    if placement.dim is None:
+        return local.detach()
+    gathered = gather_dim(local.detach(), placement.dim, axis)
+    return gathered.narrow(placement.dim, 0, placement.shape[placement.dim])
+
+
+def save(decoder: Decoder, directory: Path, dtype: torch.dtype) -> None:
+    """Write the decoder's weights to `directory`; adapters are left out. Every rank calls it, world rank 0 writes."""
+    write(decoder, directory, whole_state(decoder), dtype)
+
+
+def write(
+    decoder: Decoder,
+    directory: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write global tensors in `dtype` as one file, or as pieces of at most `shard_bytes` with an index.
+
+    `tensors` may gather as it goes, so the ranks of the first data replica all exhaust it; world rank 0 alone keeps and
+    writes, a piece's worth at a time.
+    """
+    if decoder.mesh.rank("data") != 0:
+        return
+    if decoder.mesh.world_rank != 0:
+        for _ in tensors:
+            pass
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    pieces: list[tuple[Path, list[str]]] = []
+    held: dict[str, Tensor] = {}
+    total = parameters = size = 0
+
+    def put() -> None:
+        nonlocal held, size
+        path = directory / f"piece-{len(pieces)}.safetensors.part"
+        save_file(held, path, metadata={"format": "pt"})
+        pieces.append((path, list(held)))
+        held, size = {}, 0
+
+    for name, tensor in tensors:
+        kept = tensor.to(device="cpu", dtype=dtype).contiguous()
+        if held and size + kept.nbytes > shard_bytes:
+            put()
+        # A view of a parameter's storage would be written again should the parameter change meanwhile.
+        held[name] = kept.clone() if kept.data_ptr() == tensor.data_ptr() else kept
+        size, total, parameters = size + kept.nbytes, total + kept.nbytes, parameters + kept.numel()
+    put()
+    _name_pieces(directory, pieces, total=total, parameters=parameters)
+
+
+def _name_pieces(directory: Path, pieces: list[tuple[Path, list[str]]], *, total: int, parameters: int) -> None:
+    if len(pieces) == 1:
+        pieces[0][0].replace(directory / SINGLE)
+        return
+    placed: dict[str, str] = {}
+    for number, (path, names) in enumerate(pieces, start=1):
+        file = f"model-{number:05d}-of-{len(pieces):05d}.safetensors"
+        path.replace(directory / file)
+        placed.update(dict.fromkeys(names, file))
+    index = {
+        "metadata": {"total_size": total, "total_parameters": parameters},
+        "weight_map": dict(sorted(placed.items())),
+    }
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+class _Folder:
+    """The tensors of a folder by name, wherever they lie. The index, where there is one, is the authority."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._open = ExitStack()
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> _Folder:
+        self._where = self._located()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def names(self) -> set[str]:
+        return set(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def piece(self, name: str, dim: int | None, start: int, length: int) -> Tensor:
+        if dim is None:
+            return self.whole(name)
+        window = (slice(None),) * dim + (slice(start, start + length),)
+        piece: Tensor = self._slice(name)[window]
+        return piece
+
+    def whole(self, name: str) -> Tensor:
+        tensor: Tensor = self._slice(name)[:]
+        return tensor
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._where:
+            hint = " (or set tie_word_embeddings to true)" if name == "lm_head.weight" else ""
+            raise InvalidWeights(f"{self.directory}: tensor {name} is missing{hint}")
+        return self._file(self._where[name]).get_slice(name)
+
+    def _located(self) -> Mapping[str, str]:
+        index = self.directory / INDEX
+        if index.is_file():
+            where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return where
+        return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+
+    def _file(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.directory / file
+            if not path.is_file():
+                raise InvalidWeights(f"{path} is not there; a model folder needs {SINGLE}, or {INDEX} and its pieces")
+            try:
+                self._files[file] = self._open.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise InvalidWeights(f"{path} is damaged or cut short: {error}; fetch it again") from error
+        return self._files[file]
