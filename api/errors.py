@@ -1,0 +1,170 @@
+"""Every error in one envelope, `{"error": {"message", "type", "param", "code"}}`, and how the page documents each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from core.errors import DomainError, InvalidFile, InvalidKey
+
+log = structlog.get_logger()
+
+MAX_FINDINGS = 20
+"""Findings that one answer lists; a file with a million bad lines is told its first ones."""
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong and what would work."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    message: str
+    """In words, with what to do about it."""
+    type: str
+    """`invalid_request_error`, `authentication_error`, `permission_error` or `server_error`."""
+    param: str | None = None
+    """Path of the field to blame, such as `training.lr`."""
+    code: str | None = None
+    """Stable name of the error, for programs."""
+    errors: list[dict[str, Any]] | None = Field(None, exclude_if=lambda errors: errors is None)
+    """Each finding, where there are several: lines of a file, fields of a body."""
+
+
+class ErrorOut(BaseModel):
+    """The one shape of every error."""
+
+    error: ErrorDetail
+
+
+class InvalidRequest(DomainError):
+    """The request is malformed: not JSON, an unknown field, a value out of range."""
+
+
+def errors(*kinds: type[DomainError]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI `responses` for the errors that a route raises. A bad request and a bad key can happen everywhere."""
+    by_status: dict[int, list[str]] = {}
+    everywhere: tuple[type[DomainError], ...] = (InvalidRequest, InvalidKey)
+    for kind in dict.fromkeys(everywhere + kinds):
+        by_status.setdefault(kind.status, []).append(f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}")
+    return {
+        status: {"model": ErrorOut, "description": "\n\n".join(lines)} for status, lines in sorted(by_status.items())
+    }
+
+
+def respond(status: int, detail: ErrorDetail, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": detail.model_dump()}, status_code=status, headers=dict(headers or {}))
+
+
+def domain_error(error: DomainError) -> JSONResponse:
+    findings = error.errors[:MAX_FINDINGS] if isinstance(error, InvalidFile) else []
+    line = next((finding["line"] for finding in findings if finding.get("line")), None)
+    detail = ErrorDetail(
+        message=error.message,
+        type=error.type,
+        # As compilers say it: the file, and the line to go to.
+        param=f"{error.param}:{line}" if line else error.param,
+        code=error.code,
+        errors=findings or None,
+    )
+    return respond(error.status, detail, error.headers)
+
+
+def internal_error() -> JSONResponse:
+    """What a caller sees of our own mistakes: nothing but the id (in the header) to report it by."""
+    detail = ErrorDetail(
+        message="Something went wrong on our side; it is in the log under this answer's x-request-id.",
+        type="server_error",
+        code="internal",
+    )
+    return respond(500, detail)
+
+
+_HTTP_MESSAGES = {
+    404: "There is no such route; the routes are listed at /docs.",
+    405: "This route does not take that method; the `allow` header says which it takes.",
+}
+
+
+def http_error(error: HTTPException) -> JSONResponse:
+    """Errors that the framework raises itself, such as an unknown path."""
+    status = HTTPStatus(error.status_code)
+    said = None if error.detail == status.phrase else str(error.detail)
+    detail = ErrorDetail(
+        message=said or _HTTP_MESSAGES.get(status, status.phrase),
+        type="server_error" if status >= 500 else "invalid_request_error",
+        code=status.name.lower() if status != HTTPStatus.BAD_REQUEST else InvalidRequest.code,
+    )
+    return respond(status, detail, error.headers)
+
+
+def validation_error(found: Sequence[Mapping[str, Any]], body: object) -> JSONResponse:
+    """A request that does not fit its types. The finding that lies deepest leads: it is the most exact one."""
+    findings = [_finding(error, body) for error in found]
+    # A union reports each of its branches; what it says of an inner field is nearer the mistake than of the whole.
+    first = max(findings, key=lambda finding: (finding["param"] or "").count("."))
+    detail = ErrorDetail(
+        message=f"{first['param']}: {first['message']}" if first["param"] else first["message"],
+        type=InvalidRequest.type,
+        param=first["param"],
+        code=InvalidRequest.code,
+        errors=findings[:MAX_FINDINGS] if len(findings) > 1 else None,
+    )
+    return respond(InvalidRequest.status, detail)
+
+
+def _finding(error: Mapping[str, Any], body: object) -> dict[str, Any]:
+    source, *path = error["loc"] or ("body",)
+    kind, message = error["type"], str(error["msg"]).removeprefix("Value error, ")
+    if kind == "json_invalid":
+        reason = error.get("ctx", {}).get("error", message)
+        return {"param": None, "message": f"The body is not valid JSON: {reason} at character {path[0]}."}
+    if source == "body" and not path:
+        return {"param": None, "message": "The body must be a JSON object, sent with Content-Type: application/json."}
+    if kind == "extra_forbidden":
+        message = "unknown field; check its spelling, or leave it out"
+    if kind == "missing":
+        message = "this field is required"
+    keys = _keys(path, body, missing=kind == "missing") if source == "body" else [str(part) for part in path]
+    return {"param": ".".join(keys) or None, "message": message}
+
+
+def _keys(path: Sequence[str | int], body: Any, *, missing: bool) -> list[str]:
+    """The part of an error's location that stands in the body. Pydantic mixes in the names of union branches."""
+    keys = []
+    for depth, part in enumerate(path):
+        if _holds(body, part):
+            body = body[part]
+        elif not (missing and depth == len(path) - 1):
+            continue
+        keys.append(str(part))
+    return keys
+
+
+def _holds(body: Any, part: str | int) -> bool:
+    if isinstance(body, dict):
+        return part in body
+    return isinstance(body, list) and isinstance(part, int) and part < len(body)
+
+
+def install(app: FastAPI) -> None:
+    """Make `app` answer each error in the envelope. Unforeseen exceptions are `api.app`'s middleware's to catch."""
+
+    @app.exception_handler(DomainError)
+    async def on_domain_error(request: Request, error: DomainError) -> JSONResponse:
+        return domain_error(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        return validation_error(error.errors(), error.body)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return http_error(error)
