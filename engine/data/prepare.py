@@ -1,0 +1,411 @@
+"""From a run's files to its rows on disk. One rank does it; the others `open_prepared` what it wrote."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from engine.config import Data, RunConfig
+from engine.data.chat import Encoded, encode_chat, encode_completion
+from engine.data.format import (
+    READ_BYTES,
+    Chat,
+    Completion,
+    Example,
+    Finding,
+    InvalidData,
+    Text,
+    examples,
+    validate,
+)
+from engine.data.packing import cut, pack
+from engine.data.rows import Array, Rows, Store
+from engine.tokenizer import InvalidTokenizer, Tokenizer
+
+Report = Callable[[str, int, int, str], None]
+"""`report(phase, done, total, unit)`; called often, so the receiver thins out."""
+
+MAX_LINES = 20
+"""Lines that a note names."""
+_HELD_OUT = 0x7661  # keeps the draw of held-out rows apart from the shuffling of epochs
+_SEGMENTS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of a set of files."""
+
+    examples: int = 0
+    """Read: documents, conversations or pairs."""
+    kept: int = 0
+    truncated: int = 0
+    """Kept, and cut to the row's length."""
+    dropped: int = 0
+    """Left out because longer than a row."""
+    untrainable: int = 0
+    """Left out because nothing in them would be learned."""
+    rows: int = 0
+    tokens: int = 0
+    """Inputs in the rows, padding left out."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Rows that are ready, and what there is to say about them."""
+
+    train: Rows
+    validation: Rows | None
+    counts: Counts
+    """Of the training files, held-out part included in `examples` and `kept`."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the log: what was dropped or cut, with the lines."""
+
+
+def tokenizer_for(run: RunConfig, run_dir: Path, report: Report) -> Tokenizer:
+    """The run's tokenizer, written to `prepared/tokenizer`, from where the other ranks load it.
+
+    A resumed run keeps the one beside its checkpoint, if there is one: ids must not change their meaning.
+    """
+    kept = run_dir / run.resume / "tokenizer" if run.resume is not None else None
+    source = run.tokenizer
+    if kept is not None and kept.is_dir():
+        tokenizer = Tokenizer.load(kept)
+    elif source.type == "base":
+        assert run.base is not None
+        tokenizer = Tokenizer.load(run_dir / run.base)
+    elif source.type == "file":
+        assert source.path is not None
+        tokenizer = Tokenizer.from_file(run_dir / source.path)
+    elif source.type == "train":
+        assert source.vocab_size is not None
+        tokenizer = Tokenizer.train(_texts(run.data, run_dir, report), source.vocab_size)
+    else:
+        tokenizer = Tokenizer.bytes()
+    if tokenizer.eos_id is None:
+        raise InvalidTokenizer(
+            "the tokenizer names no end-of-text token, so nothing would ever stop; "
+            'set "eos_token" in its tokenizer_config.json'
+        )
+    tokenizer.save(run_dir / "prepared" / "tokenizer")
+    return tokenizer
+
+
+def load_tokenizer(run_dir: Path) -> Tokenizer:
+    """The tokenizer that `tokenizer_for` wrote."""
+    return Tokenizer.load(run_dir / "prepared" / "tokenizer")
+
+
+def prepare(run: RunConfig, run_dir: Path, tokenizer: Tokenizer, report: Report) -> Prepared:
+    """Write `prepared/` and open it. Raises InvalidData, naming lines, where the data can't be trained on."""
+    data, folder = run.data, run_dir / "prepared"
+    for name in ("train", "validation"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    learns_all = run.objective == "pretrain" or data.format == "text"
+    work = _Work(data, tokenizer, report, learns_all)
+    train = work.tokenize(data.train, run_dir, folder / "train", "training")
+    tables: dict[str, Table | None] = {"train": None, "validation": None}
+    if isinstance(data.validation, float):
+        tables["train"], tables["validation"] = _held_out(train, data, data.validation, run.training.seed)
+    else:
+        tables["train"] = train.table(data, np.arange(train.units))
+        if data.validation is not None:
+            held = work.tokenize((data.validation,), run_dir, folder / "validation", "validation")
+            tables["validation"] = held.table(data, np.arange(held.units))
+    index = {
+        "width": data.seq_len + 1,
+        "pad_id": tokenizer.pad_id,
+        "validation_store": "train" if isinstance(data.validation, float) else "validation",
+        "counts": asdict(train.counts),
+        "notes": work.notes,
+    }
+    for name, table in tables.items():
+        if table is not None:
+            np.save(folder / f"{name}.members.npy", table.members)
+            np.save(folder / f"{name}.bounds.npy", table.bounds)
+        else:
+            (folder / f"{name}.bounds.npy").unlink(missing_ok=True)
+    (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
+    return open_prepared(run_dir)
+
+
+def open_prepared(run_dir: Path) -> Prepared:
+    """What `prepare` wrote there, on any rank."""
+    folder = run_dir / "prepared"
+    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+
+    def rows(name: str, store: str) -> Rows | None:
+        if not (folder / f"{name}.bounds.npy").is_file():
+            return None
+        return Rows(
+            folder / store,
+            width=index["width"],
+            pad_id=index["pad_id"],
+            members=np.load(folder / f"{name}.members.npy", mmap_mode="r"),
+            bounds=np.load(folder / f"{name}.bounds.npy", mmap_mode="r"),
+        )
+
+    train = rows("train", "train")
+    assert train is not None
+    counts = Counts(**{**index["counts"], "rows": len(train), "tokens": train.tokens})
+    return Prepared(train, rows("validation", index["validation_store"]), counts, tuple(index["notes"]))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows as runs of segment numbers."""
+
+    members: Array
+    bounds: Array
+
+
+@dataclass
+class _Tokenized:
+    """A store that is whole, in units that may be held out: rows of text, or examples of the other formats."""
+
+    counts: Counts
+    unit: str
+    lengths: array[int] = field(default_factory=lambda: array("i"))
+    """Of each example, in ids; empty for text."""
+    bounds: array[int] = field(default_factory=lambda: array("q", [0]))
+    """Of the rows of text, in segments; just 0 for the other formats."""
+
+    @property
+    def units(self) -> int:
+        return len(self.lengths) or len(self.bounds) - 1
+
+    def table(self, data: Data, chosen: Array) -> Table:
+        """The rows that the chosen units make."""
+        if self.lengths:
+            lengths = [self.lengths[unit] for unit in chosen]
+            rows = pack(lengths, data.seq_len + 1) if data.packing else [[place] for place in range(len(lengths))]
+            members = [int(chosen[place]) for row in rows for place in row]
+            sizes = [len(row) for row in rows]
+        else:
+            starts, ends = np.asarray(self.bounds[:-1])[chosen], np.asarray(self.bounds[1:])[chosen]
+            sizes = [int(size) for size in ends - starts]
+            members = [at for start, end in zip(starts, ends, strict=True) for at in range(start, end)]
+        return Table(np.asarray(members, dtype=np.int64), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+
+
+@dataclass
+class _Work:
+    """Tokenising, for one run."""
+
+    data: Data
+    tokenizer: Tokenizer
+    report: Report
+    learns_all: bool
+    notes: list[str] = field(default_factory=list)
+
+    def tokenize(self, files: Sequence[Path], run_dir: Path, folder: Path, name: str) -> _Tokenized:
+        store = Store(folder, self.tokenizer.vocab_size)
+        try:
+            write = self._text if self.data.format == "text" else self._pairs
+            done = write(_Source(files, run_dir, self.data.format, self.report), store, name)
+        finally:
+            store.close()
+        if not done.units:
+            raise InvalidData(
+                [Finding(0, f"the {name} data is left with no examples to learn from: {self._lost(done)}")]
+            )
+        return done
+
+    def _lost(self, done: _Tokenized) -> str:
+        if done.counts.dropped:
+            return f"{done.counts.dropped} are longer than data.seq_len={self.data.seq_len}; raise it"
+        return "it is empty, or too short for one token to follow another; add text"
+
+    # ---- Text: a stream of documents, cut into rows ----
+
+    def _text(self, source: _Source, store: Store, name: str) -> _Tokenized:
+        done = _Tokenized(Counts(), "rows")
+        held: list[tuple[int, int, int, int]] = []
+        total = 0
+        for row in cut(self._documents(source, store, done), self.data.seq_len + 1, packing=self.data.packing):
+            held.extend((start + offset, length, file, line) for (start, file, line), offset, length in row)
+            total += len(row)
+            done.bounds.append(total)
+            if len(held) >= _SEGMENTS_AT_ONCE:
+                store.segments(held)
+                held = []
+        store.segments(held)
+        return done
+
+    def _documents(self, source: _Source, store: Store, done: _Tokenized) -> Iterator[tuple[tuple[int, int, int], int]]:
+        """Write each document, in pieces as they come; yields its start, file and line, and its length."""
+        start, begun, origin, count = 0, False, (0, 0), 0
+        for file, piece in source:
+            assert isinstance(piece, Text)
+            if not begun:
+                start, origin = store.length, (file, piece.line)
+                store.append(self.tokenizer.start_ids)
+            store.append(self._encode(piece, follows=begun))
+            begun = not piece.ends
+            if piece.ends:
+                store.append([self.tokenizer.eos_id] if self.tokenizer.eos_id is not None else [])
+                count += 1
+                done.counts = Counts(examples=count, kept=count)
+                yield (start, *origin), store.length - start
+
+    def _encode(self, piece: Text, *, follows: bool) -> list[int]:
+        try:
+            return self.tokenizer.encode(piece.text, follows=follows)
+        except ValueError as refused:
+            raise InvalidData([Finding(piece.line, str(refused))]) from refused
+
+    # ---- Chat and completion: examples, each whole in one row ----
+
+    def _pairs(self, source: _Source, store: Store, name: str) -> _Tokenized:
+        capacity = self.data.seq_len + 1
+        done = _Tokenized(Counts(), "examples")
+        overlong, cut_short, empty = _Tally(), _Tally(), _Tally()
+        read = longest = 0
+        refused: list[Finding] = []
+        for file, example in source:
+            read += 1
+            at = source.name(file, example.line)
+            try:
+                encoded = self._encoded(example)
+            except InvalidData as problem:
+                # What one conversation lacks, others often lack too: name them all, to the cap.
+                refused.extend(problem.findings)
+                if len(refused) >= MAX_LINES:
+                    break
+                continue
+            length = len(encoded.ids)
+            if length > capacity:
+                longest = max(longest, length)
+                overlong.add(f"{at} ({length} tokens)")
+                if self.data.overlong != "truncate":
+                    continue
+                encoded = Encoded(encoded.ids[:capacity], encoded.trained[:capacity])
+            if not any(encoded.trained[1:]):
+                empty.add(at)
+                continue
+            if length > capacity:
+                cut_short.add(at)
+            store.segments([(store.length, len(encoded.ids), file, example.line)])
+            store.append(encoded.ids, encoded.trained)
+            done.lengths.append(len(encoded.ids))
+        if refused:
+            raise InvalidData(refused)
+        if overlong.count and self.data.overlong == "error":
+            problem_text = (
+                f"{overlong.count} of {read} {name} examples are longer than data.seq_len={self.data.seq_len}: "
+                f'{overlong}; set data.seq_len to {longest - 1}, or data.overlong to "drop" or "truncate"'
+            )
+            raise InvalidData([Finding(0, problem_text)])
+        dropped = overlong.count if self.data.overlong == "drop" else 0
+        done.counts = Counts(read, len(done.lengths), cut_short.count, dropped, empty.count)
+        self._note(name, read, cut_short, f"cut to data.seq_len={self.data.seq_len}")
+        self._note(
+            name, read, overlong if dropped else _Tally(), f"dropped: longer than data.seq_len={self.data.seq_len}"
+        )
+        self._note(name, read, empty, "left out: nothing in them would be learned" + " once cut" * bool(overlong.count))
+        return done
+
+    def _note(self, name: str, read: int, tally: _Tally, what: str) -> None:
+        if tally.count:
+            self.notes.append(f"{tally.count} of {read} {name} examples {what}: {tally}")
+
+    def _encoded(self, example: Example) -> Encoded:
+        if isinstance(example, Completion):
+            encoded = encode_completion(self.tokenizer, example)
+        else:
+            assert isinstance(example, Chat)
+            encoded = encode_chat(self.tokenizer, example)
+        return Encoded(encoded.ids, [True] * len(encoded.ids)) if self.learns_all else encoded
+
+
+@dataclass
+class _Source:
+    """The examples of several files in order, with the number of each file; reports the bytes read."""
+
+    files: Sequence[Path]
+    run_dir: Path
+    format: str
+    report: Report
+    phase: str = "data"
+
+    def __iter__(self) -> Iterator[tuple[int, Example]]:
+        paths = [self.run_dir / path for path in self.files]
+        total, done = sum(path.stat().st_size for path in paths), 0
+
+        def chunks(path: Path) -> Iterator[bytes]:
+            nonlocal done
+            with path.open("rb") as file:
+                while chunk := file.read(READ_BYTES):
+                    yield chunk
+                    done += len(chunk)
+                    self.report(self.phase, done, total, "bytes")
+
+        for number, path in enumerate(paths):
+            try:
+                for example in examples(chunks(path), self.format):  # type: ignore[arg-type]
+                    yield number, example
+            except InvalidData as first:
+                with path.open("rb") as file:
+                    found = validate(iter(lambda: file.read(READ_BYTES), b""), format=self.format)  # type: ignore[arg-type]
+                raise InvalidData(found.errors or first.findings, source=path.name) from first
+
+    def name(self, file: int, line: int) -> str:
+        return f"line {line}" if len(self.files) == 1 else f"{self.files[file].name} line {line}"
+
+
+def _texts(data: Data, run_dir: Path, report: Report) -> Iterator[str]:
+    """Every text that the tokenizer will meet in training."""
+    for _, example in _Source(data.train, run_dir, data.format, report, phase="tokenizer"):
+        if isinstance(example, Text):
+            yield example.text
+        elif isinstance(example, Chat):
+            yield from (message["content"] for message in example.messages)
+        else:
+            yield example.prompt
+            yield example.completion
+
+
+def _held_out(done: _Tokenized, data: Data, fraction: float, seed: int) -> tuple[Table, Table]:
+    """Rows to train on and rows to validate with, at least one each."""
+    if done.units < 2:
+        raise InvalidData(
+            [
+                Finding(
+                    0,
+                    f"data.validation={fraction} can't be held out: there is only one of the {done.unit}; "
+                    "add data, give a validation file, or leave data.validation out",
+                )
+            ]
+        )
+    held = min(done.units - 1, max(1, round(done.units * fraction)))
+    order = shuffled(done.units, seed, _HELD_OUT)
+    return done.table(data, np.sort(order[held:])), done.table(data, np.sort(order[:held]))
+
+
+def shuffled(count: int, *key: int) -> Array:
+    """0 to `count - 1` in an order that `key`, two integers below 2^63, decides on every machine and version."""
+    # NumPy promises the raw bits of Philox, but not what `permutation` makes of them.
+    bits = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(count)
+    return np.argsort(bits, kind="stable")
+
+
+@dataclass
+class _Tally:
+    """Places that something happened at: all counted, the first few named."""
+
+    count: int = 0
+    named: list[str] = field(default_factory=list)
+
+    def add(self, place: str) -> None:
+        self.count += 1
+        if len(self.named) < MAX_LINES:
+            self.named.append(place)
+
+    def __str__(self) -> str:
+        more = f" and {self.count - len(self.named)} more" if self.count > len(self.named) else ""
+        return ", ".join(self.named) + more

@@ -1,0 +1,126 @@
+"""Token ids on disk, and the rows made of them: flat arrays, mapped into memory. `packing` says what makes a row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+_SEGMENT = np.dtype([("start", "<i8"), ("length", "<i4"), ("file", "<i4"), ("line", "<i8")])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row in full; every array has `width` places."""
+
+    tokens: Array
+    trained: Array
+    """Whether the id at that place counts as a label."""
+    documents: Array
+    """Number of the document within the row, from 0; what fills the row has one of its own."""
+    positions: Array
+    """From 0 in each document."""
+    filled: int
+    """Places that are not padding, which stands at the end."""
+
+
+class Rows:
+    """Rows of `width` ids each: `seq_len` inputs, and the last one as a label only."""
+
+    def __init__(self, folder: Path, *, width: int, pad_id: int, members: Array, bounds: Array) -> None:
+        """`members` numbers segments of the store in `folder`; row i is those from `bounds[i]` to `bounds[i + 1]`."""
+        facts = json.loads((folder / "store.json").read_text(encoding="utf-8"))
+        self.width = width
+        self.pad_id = pad_id
+        self._tokens = _mapped(folder / "tokens.bin", np.dtype(facts["dtype"]))
+        self._trained = _mapped(folder / "trained.bin", np.dtype(np.bool_))
+        self._segments = _mapped(folder / "segments.bin", _SEGMENT)
+        self._members = members
+        self._bounds = bounds
+        lengths = self._segments["length"][members].astype(np.int64)
+        sums = np.concatenate([[0], np.cumsum(lengths)])
+        self.filled: Array = sums[bounds[1:]] - sums[bounds[:-1]]
+        """For each row, the places that are not padding."""
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    @property
+    def seq_len(self) -> int:
+        return self.width - 1
+
+    @property
+    def tokens(self) -> int:
+        """Inputs in all rows, padding left out."""
+        return int(np.minimum(self.filled, self.seq_len).sum())
+
+    def row(self, index: int) -> Row:
+        tokens = np.full(self.width, self.pad_id, dtype=np.int64)
+        trained = np.zeros(self.width, dtype=np.bool_)
+        segments = self._segments[self._members[self._bounds[index] : self._bounds[index + 1]]]
+        documents = np.full(self.width, len(segments), dtype=np.int64)
+        positions = np.empty(self.width, dtype=np.int64)
+        at = 0
+        for number, segment in enumerate(segments):
+            start, end = int(segment["start"]), at + int(segment["length"])
+            tokens[at:end] = self._tokens[start : start + end - at]
+            trained[at:end] = self._trained[start : start + end - at]
+            documents[at:end] = number
+            positions[at:end] = np.arange(end - at)
+            # The first id of a document has nothing before it to be predicted from.
+            trained[at] = False
+            at = end
+        positions[at:] = np.arange(self.width - at)
+        return Row(tokens, trained, documents, positions, at)
+
+    def origins(self, index: int) -> list[tuple[int, int]]:
+        """File number and line of each document in a row."""
+        segments = self._segments[self._members[self._bounds[index] : self._bounds[index + 1]]]
+        return [(int(segment["file"]), int(segment["line"])) for segment in segments]
+
+    def labels(self) -> int:
+        """Label tokens in all rows. Reads every row once."""
+        return sum(int(self.row(index).trained.sum()) for index in range(len(self)))
+
+
+class Store:
+    """Writes ids as they come. Documents are appended in pieces; segments of them are named afterwards."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+        self.length = 0
+        """Ids written so far."""
+        self._files: dict[str, BinaryIO] = {
+            name: (folder / f"{name}.bin").open("wb") for name in ("tokens", "trained", "segments")
+        }
+
+    def append(self, ids: Sequence[int], trained: Sequence[bool] | None = None) -> None:
+        """Write ids; without `trained` all of them are learned."""
+        self._files["tokens"].write(np.asarray(ids, dtype=self.dtype).tobytes())
+        marks = np.ones(len(ids), dtype=np.bool_) if trained is None else np.asarray(trained, dtype=np.bool_)
+        self._files["trained"].write(marks.tobytes())
+        self.length += len(ids)
+
+    def segments(self, segments: Iterable[tuple[int, int, int, int]]) -> None:
+        """Name pieces of what was written: start, length, file, line."""
+        self._files["segments"].write(np.array(list(segments), dtype=_SEGMENT).tobytes())
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        (self.folder / "store.json").write_text(json.dumps({"dtype": self.dtype.str}), encoding="utf-8")
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> Array:
+    # An empty file can't be mapped.
+    if not path.stat().st_size:
+        return np.empty(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
