@@ -45,8 +45,8 @@ TOP_LEVEL = {
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt",
     ".gitignore", ".dockerignore", ".env.example",
 }  # fmt: skip
-READS_THE_ENVIRONMENT = {"core/settings.py", "engine/mesh.py"}
-"""Settings are read in the first; which rank this process is, in the second."""
+READS_THE_ENVIRONMENT = {"core/settings.py", "engine/mesh.py", "engine/rank.py"}
+"""Settings are read in the first; which rank a process of the engine is, in the others."""
 WRITES_A_JOBS_STATE = {"core/jobs.py"}
 
 

@@ -7,21 +7,18 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any, cast
 from unittest.mock import create_autospec, patch
 
 import pytest
 from pydantic import AliasChoices
 from pydantic_core import PydanticUndefined
-from starlette.routing import Match
 
 import api.client
-from api.app import create_app
 from core import settings as settings_module
 from core.failures import HINTS
-from core.services import Services
 from core.settings import Settings
 from core.spec import JobSpec
+from tests.ops.routes import exists
 from tests.test_architecture import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,14 +35,10 @@ def curls(text: str) -> list[str]:
     return re.findall(r"^curl [^']*?(?:'[^']*'[^']*?)?$", "\n".join(blocks(text, "bash")), re.MULTILINE)
 
 
-def exists(method: str, path: str) -> bool:
-    scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "headers": [], "root_path": ""}
-    return any(route.matches(scope)[0] is Match.FULL for route in create_app(cast(Services, None)).routes)
-
-
 def test_every_curl_example_calls_a_route_that_exists():
     commands = curls(README) + curls(OPERATIONS)
     assert len(commands) >= 5
+    assert not exists("GET", "/v1/nonsense")
     for command in commands:
         path = re.search(r"\$URL(/\S+)", command)
         assert path is not None, command
