@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -146,11 +146,15 @@ class Tokenizer:
         *,
         roles: Mapping[str, str],
         templates: Mapping[str, str],
+        controls: Iterable[str] = (),
         starts_text: bool | None = None,
         source: Path | None = None,
     ) -> None:
-        """`roles` maps `bos_token` and its like to text; `templates` has `default`, or is empty for a named one."""
-        self.backend = backend
+        """`roles` maps `bos_token` and its like to text; `templates` has `default`, or is empty for a named one.
+
+        `controls` are control tokens that only a configuration file calls so; the roles are among them anyway.
+        """
+        self.backend = backend = _with_controls(backend, {*roles.values(), *controls})
         self.source = source
         """Folder whose files are copied as they are by `save`; None writes new ones."""
         self.roles = dict(roles)
@@ -204,6 +208,7 @@ class Tokenizer:
             backend,
             roles=roles,
             templates=_templates(folder, config),
+            controls=_controls(config),
             starts_text=starts if isinstance(starts, bool) else None,
             source=folder,
         )
@@ -509,6 +514,36 @@ _USUAL = {
     "unk_token": ("<unk>",),
     "pad_token": (PAD, "<pad>"),
 }
+
+
+def _with_controls(backend: Backend, controls: set[str]) -> Backend:
+    """The same vocabulary with those of `controls` that it has marked as control tokens."""
+    added = backend.get_added_tokens_decoder()
+    vocab = backend.get_vocab(with_added_tokens=True)
+    marked = {token.content for token in added.values() if token.special}
+    missing = sorted(text for text in controls - marked if text in vocab)
+    if not missing:
+        return backend
+    whole = json.loads(backend.to_str())
+    known = {each["content"]: each for each in whole["added_tokens"]}
+    for text in missing:
+        if text not in known:
+            known[text] = {"id": vocab[text], "content": text, "single_word": False, "lstrip": False, "rstrip": False}
+            known[text]["normalized"] = False
+        known[text]["special"] = True
+    whole["added_tokens"] = sorted(known.values(), key=lambda each: int(each["id"]))
+    return Backend.from_str(json.dumps(whole))
+
+
+def _controls(config: Mapping[str, Any]) -> Iterator[str]:
+    """Control tokens beyond the roles that a tokenizer_config.json names."""
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
+    for token in extra.values() if isinstance(extra, dict) else extra:
+        if (text := _content(token)) is not None:
+            yield text
+    for token in (config.get("added_tokens_decoder") or {}).values():
+        if token.get("special") and (text := _content(token)) is not None:
+            yield text
 
 
 def _byte_level(model: models.Model) -> Backend:

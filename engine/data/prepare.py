@@ -6,7 +6,7 @@ import json
 import shutil
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -245,19 +245,16 @@ class _Work:
             if not begun:
                 start, origin = store.length, (file, piece.line)
                 store.append(self.tokenizer.start_ids)
-            store.append(self._encode(piece, follows=begun))
+            try:
+                store.append(self.tokenizer.encode(piece.text, follows=begun))
+            except ValueError as unfit:
+                raise InvalidData([source.named(file, Finding(piece.line, str(unfit)))]) from unfit
             begun = not piece.ends
             if piece.ends:
                 store.append([self.tokenizer.eos_id] if self.tokenizer.eos_id is not None else [])
                 count += 1
                 done.counts = Counts(examples=count, kept=count)
                 yield (start, *origin), store.length - start
-
-    def _encode(self, piece: Text, *, follows: bool) -> list[int]:
-        try:
-            return self.tokenizer.encode(piece.text, follows=follows)
-        except ValueError as refused:
-            raise InvalidData([Finding(piece.line, str(refused))]) from refused
 
     # ---- Chat and completion: examples, each whole in one row ----
 
@@ -274,7 +271,7 @@ class _Work:
                 encoded = self._encoded(example)
             except InvalidData as problem:
                 # What one conversation lacks, others often lack too: name them all, to the cap.
-                refused.extend(problem.findings)
+                refused.extend(source.named(file, finding) for finding in problem.findings)
                 if len(refused) >= MAX_LINES:
                     break
                 continue
@@ -356,6 +353,12 @@ class _Source:
 
     def name(self, file: int, line: int) -> str:
         return f"line {line}" if len(self.files) == 1 else f"{self.files[file].name} line {line}"
+
+    def named(self, file: int, finding: Finding) -> Finding:
+        """The finding with the file's name, where there are several."""
+        if len(self.files) == 1:
+            return finding
+        return replace(finding, message=f"{self.files[file].name}: {finding.message}")
 
 
 def _texts(data: Data, run_dir: Path, report: Report) -> Iterator[str]:
