@@ -1,0 +1,95 @@
+"""Sessions on SQLite or PostgreSQL that behave the same. The edge opens one, services flush, and its end commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from sqlalchemy import Connection, Engine, create_engine, event, func, select
+from sqlalchemy.orm import Session, sessionmaker
+
+if TYPE_CHECKING:
+    from core.hints import Hints
+
+log = structlog.get_logger(__name__)
+
+BUSY_SECONDS = 15
+"""How long a writer waits for another one before it gives up."""
+
+_AFTER_COMMIT = "after_commit"
+
+
+class Database:
+    """One pool of connections, made once per process. `hints` hear what sessions ask to be said after their commit."""
+
+    def __init__(self, url: str, *, hints: Hints | None = None) -> None:
+        self.engine = open_engine(url)
+        self._hints = hints
+        self._writing = sessionmaker(self.engine, expire_on_commit=False)
+        self._reading = sessionmaker(self.engine.execution_options(reading=True), expire_on_commit=False)
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        """A transaction: committed at the end, rolled back on an exception; then what was asked for is done.
+
+        On SQLite it holds the one write lock from its first statement, so that a decision based on a read still stands
+        at the write. Keep it short and let no bytes stream inside it.
+        """
+        with self._writing() as session:
+            session.info.update({"hints": self._hints, _AFTER_COMMIT: {}})
+            yield session
+            session.commit()
+        for follow in session.info[_AFTER_COMMIT].values():
+            try:
+                follow()
+            except Exception:
+                # What was committed stays so: whoever opened the session must not take it for failed.
+                log.exception("not done after the commit")
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A transaction that only reads, and so waits for no writer."""
+        with self._reading() as session:
+            yield session
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def after_commit(session: Session, follow: Callable[[], None], *, key: object = None) -> None:
+    """Do `follow` once this session has committed, and not at all if it doesn't; once for all with the same `key`."""
+    session.info.setdefault(_AFTER_COMMIT, {})[object() if key is None else key] = follow
+
+
+def lock(session: Session, name: str) -> None:
+    """Let one transaction at a time go past this `name`. On SQLite a writer is alone anyway."""
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(name, 0))))
+
+
+def open_engine(url: str) -> Engine:
+    """An engine for `url` with the settings that make the two databases alike."""
+    if url.startswith("sqlite"):
+        engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS}, pool_size=16, max_overflow=48)
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
+    # A pre-ping costs one round trip and spares every request after the database was restarted.
+    return create_engine(
+        url, pool_pre_ping=True, pool_size=16, max_overflow=48, connect_args={"connect_timeout": 5}, pool_timeout=15
+    )
+
+
+def _prepare_sqlite(connection: Any, record: object) -> None:
+    # The driver would begin transactions by itself, and late; `_begin_sqlite` does it instead.
+    connection.isolation_level = None
+    for pragma in ("journal_mode=WAL", f"busy_timeout={BUSY_SECONDS * 1000}", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A transaction that reads first and writes later can't upgrade its lock while another writes; take it at once.
+    reading = connection.get_execution_options().get("reading", False)
+    connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
