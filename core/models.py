@@ -1,11 +1,11 @@
-"""The tables. A row is the truth; times are unix seconds as floats, read from the database's clock where rows are compared."""
+"""The tables. A row is the truth. Times are unix seconds, by the database's clock where rows are compared."""
 
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, String, Text, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, Enum, Float, ForeignKey, Index, MetaData, String, Text, UniqueConstraint
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -42,8 +42,26 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
+State = Enum(JobState, native_enum=False, length=16, values_callable=lambda states: [state.value for state in states])
+"""A word in the table, not a database enum: a new state needs no migration of the column."""
+
+
 class Base(DeclarativeBase):
-    type_annotation_map = {dict[str, Any]: JsonColumn, list[Any]: JsonColumn, float: Float, int: BigInteger}
+    # Named alike on both databases, so that a migration can say which constraint it means.
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
+        dict[str, Any]: JsonColumn,
+        list[Any]: JsonColumn,
+        float: Float,
+        int: BigInteger,
+    }
 
 
 class Project(Base):
@@ -98,6 +116,7 @@ class Job(Base):
     __table_args__ = (
         Index("jobs_by_project", "project_id", "created_at", "id"),
         Index("jobs_by_state", "state", "created_at"),
+        UniqueConstraint("project_id", "idempotency_key"),
     )
 
     id: Mapped[str] = mapped_column(Id, primary_key=True)
@@ -119,7 +138,7 @@ class Job(Base):
     slots: Mapped[int]
     """Ranks, and so GPUs (or CPU slots), that it needs at once."""
 
-    state: Mapped[JobState] = mapped_column(String(16), default=JobState.QUEUED)
+    state: Mapped[JobState] = mapped_column(State, default=JobState.QUEUED)
     attempt: Mapped[int] = mapped_column(default=0)
     """Fencing token: writes of an older attempt are refused. Raised by each claim."""
     node: Mapped[str | None] = mapped_column(Name)
@@ -139,12 +158,16 @@ class Job(Base):
     progress: Mapped[dict[str, Any]] = mapped_column(default=dict)
     last_step: Mapped[int] = mapped_column(default=0)
     """Highest step recorded; a resumed attempt's repetitions below it are dropped."""
+    engine_seq: Mapped[int] = mapped_column(default=0)
+    """`seq` of the newest engine event recorded of this attempt; a repeated delivery is dropped."""
     last_event: Mapped[int] = mapped_column(default=0)
     """`seq` of the newest event; raised under the row's lock, so event order is commit order."""
     result_model: Mapped[str | None] = mapped_column(Name)
 
     idempotency_key: Mapped[str | None] = mapped_column(Name)
+    """What the client named this create; the same name again is the same job."""
     request_digest: Mapped[str | None] = mapped_column(String(64), index=True)
+    """SHA-256 of key holder and body, by which a retry without a name is known."""
     created_at: Mapped[float] = mapped_column(default=database_now())
     started_at: Mapped[float | None]
     finished_at: Mapped[float | None]
@@ -164,7 +187,7 @@ class JobEvent(Base):
     level: Mapped[str] = mapped_column(String(8), default="info")
     message: Mapped[str] = mapped_column(Text)
     data: Mapped[dict[str, Any]]
-    created_at: Mapped[float]
+    created_at: Mapped[float] = mapped_column(default=database_now())
 
 
 class Metric(Base):
@@ -235,7 +258,11 @@ class Node(Base):
     device: Mapped[str] = mapped_column(String(16))
     """`cpu` or `cuda`."""
     num_slots: Mapped[int]
-    heartbeat_at: Mapped[float]
+    slot_memory_bytes: Mapped[int | None]
+    """Memory that one slot may use; None where the host didn't say."""
+    slot_peak_flops: Mapped[float | None]
+    """FLOP/s of one slot in bf16, for MFU; None where it isn't known."""
+    heartbeat_at: Mapped[float] = mapped_column(default=database_now())
     draining: Mapped[bool] = mapped_column(default=False)
     """Takes nothing new."""
 
@@ -247,4 +274,4 @@ class Slot(Base):
 
     node: Mapped[str] = mapped_column(ForeignKey("nodes.name", ondelete="CASCADE"), primary_key=True)
     index: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), index=True)
+    job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id", ondelete="SET NULL"), index=True)

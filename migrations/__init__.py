@@ -1,0 +1,1 @@
+"""Steps of the database schema, run by `core.schema`."""

@@ -1,0 +1,50 @@
+"""Bring a database to the schema that this code expects. The steps themselves are in `migrations/versions`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Engine, func, select
+
+import migrations
+from core.db import open_engine
+
+
+def upgrade(url: str, revision: str = "head") -> None:
+    """Run the migrations that are missing, all in one transaction. Two processes may do so at once."""
+    _run(url, "upgrade", revision)
+
+
+def downgrade(url: str, revision: str) -> None:
+    """Take back the migrations after `revision`; `base` takes back all."""
+    _run(url, "downgrade", revision)
+
+
+def is_current(engine: Engine) -> bool:
+    """Whether the database has exactly the newest schema."""
+    with engine.connect() as connection:
+        heads = MigrationContext.configure(connection).get_current_heads()
+    return set(heads) == set(ScriptDirectory.from_config(_config()).get_heads())
+
+
+def _run(url: str, direction: str, revision: str) -> None:
+    engine = open_engine(url)
+    config = _config()
+    try:
+        with engine.begin() as connection:
+            if engine.dialect.name == "postgresql":
+                connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended("migrations", 0))))
+            config.attributes["connection"] = connection
+            getattr(command, direction)(config, revision)
+    finally:
+        engine.dispose()
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    return config
