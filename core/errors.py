@@ -1,4 +1,7 @@
-"""What can go wrong in the domain, each error with the answer that a caller can act on. One handler in `api` turns them into HTTP."""
+"""What can go wrong in the domain, each error with the answer that a caller can act on.
+
+One handler in `api` turns them into HTTP.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,10 @@ class DomainError(Exception):
         self.message = message
         self.param = param
         """Path of the field to blame, such as `training.lr`."""
+
+
+class InvalidRequest(DomainError):
+    """The request itself makes no sense, whatever it was about."""
 
 
 class InvalidSpec(DomainError):
@@ -42,6 +49,12 @@ class FileTooLarge(InvalidFile):
     """The upload exceeds what this server takes."""
 
     status, code = 413, "file_too_large"
+
+
+class InvalidModel(DomainError):
+    """The model's files can't be used."""
+
+    code = "invalid_model"
 
 
 class InvalidKey(DomainError):

@@ -1,15 +1,23 @@
-"""What a user asks for: `JobSpec`, the body of `POST /v1/jobs`. It may say "auto"; `core.resolve` turns it into numbers."""
+"""What a user asks for: `JobSpec`, the body of `POST /v1/jobs`. It may say "auto"; `core.resolve` makes it numbers."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
-_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_DURATION = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?")
 Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
+Whole = Annotated[int, Strict(), Field(le=2**31 - 1)]
+"""An integer, and no text or truth value that could pass for one."""
+Real = Annotated[float, Strict()]
+"""A number, and no text or truth value that could pass for one."""
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Field(max_length=512, pattern=r"^[^\x00]*$")]
+"""Short, and without the one character that PostgreSQL has no place for."""
 FileId = Annotated[str, Field(pattern=r"^file-[A-Za-z0-9]{1,58}$")]
 
 
@@ -30,27 +38,27 @@ class Ask(BaseModel):
 class ModelAsk(Ask):
     """Exactly one of a base, a preset, or a shape spelled out."""
 
-    base: str | None = Field(None, min_length=1, max_length=255)
+    base: Text | None = Field(None, min_length=1, max_length=255)
     """Name of a model to continue from."""
-    preset: str | None = None
+    preset: Text | None = None
     """Name of a shape, such as `llama-15m`."""
     architecture: Literal["llama"] | None = None
-    num_layers: int | None = Field(None, ge=1)
-    hidden_size: int | None = Field(None, ge=1)
-    num_heads: int | None = Field(None, ge=1)
-    num_kv_heads: int | None = Field(None, ge=1)
+    num_layers: Whole | None = Field(None, ge=1)
+    hidden_size: Whole | None = Field(None, ge=1)
+    num_heads: Whole | None = Field(None, ge=1)
+    num_kv_heads: Whole | None = Field(None, ge=1)
     """Default: `num_heads`."""
-    head_dim: int | None = Field(None, ge=2)
+    head_dim: Whole | None = Field(None, ge=2)
     """Default: `hidden_size / num_heads`."""
-    ffn_hidden_size: int | None = Field(None, ge=1)
-    max_seq_len: int | None = Field(None, ge=1)
-    vocab_size: int | None = Field(None, ge=2)
+    ffn_hidden_size: Whole | None = Field(None, ge=1)
+    max_seq_len: Whole | None = Field(None, ge=1)
+    vocab_size: Whole | None = Field(None, ge=2)
     """Default: the tokenizer's."""
-    tie_embeddings: bool | None = None
-    norm_eps: float | None = Field(None, gt=0)
-    rope_theta: float | None = Field(None, gt=0)
-    rope_scaling: dict[str, Any] | None = None
-    init_std: float | None = Field(None, gt=0)
+    tie_embeddings: Flag | None = None
+    norm_eps: Real | None = Field(None, gt=0)
+    rope_theta: Real | None = Field(None, gt=0)
+    rope_scaling: dict[Text, Text | Whole | Real | Flag | list[Real]] | None = Field(None, max_length=16)
+    init_std: Real | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def one_way_to_say_it(self) -> Self:
@@ -63,7 +71,7 @@ class ModelAsk(Ask):
 
 
 class TokenizerTraining(Ask):
-    vocab_size: int = Field(ge=260, le=1_000_000)
+    vocab_size: Whole = Field(ge=260, le=1_000_000)
     """Entries wanted, the 256 bytes and the special tokens among them."""
 
 
@@ -85,11 +93,11 @@ class TokenizerAsk(Ask):
 class DataAsk(Ask):
     train: tuple[FileId, ...] = Field(min_length=1, max_length=64)
     """Ids of uploaded files."""
-    validation: FileId | Annotated[float, Field(gt=0, lt=1)] | None = None
+    validation: FileId | Annotated[Real, Field(gt=0, lt=1)] | None = None
     """A file, or the share of the training rows held out."""
-    seq_len: int | None = Field(None, ge=2)
+    seq_len: Whole | None = Field(None, ge=2)
     """Tokens in a row. Default: the model's `max_seq_len`, at most 1024."""
-    packing: bool = True
+    packing: Flag = True
     format: Literal["auto", "text", "chat", "completion"] = "auto"
     overlong: Literal["error", "drop", "truncate"] = "error"
 
@@ -100,34 +108,35 @@ class FullMethod(Ask):
 
 class LoraMethod(Ask):
     type: Literal["lora"] = "lora"
-    rank: int = Field(16, ge=1, le=1024)
-    alpha: float = Field(32.0, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
+    rank: Whole = Field(16, ge=1, le=1024)
+    alpha: Real = Field(32.0, gt=0)
+    dropout: Real = Field(0.0, ge=0, lt=1)
     targets: Literal["all-linear"] | Annotated[tuple[Target, ...], Field(min_length=1)] = "all-linear"
 
 
 class TrainingAsk(Ask):
-    steps: int | None = Field(None, ge=1)
-    epochs: float | None = Field(None, gt=0)
-    tokens: float | None = Field(None, ge=1)
+    steps: Whole | None = Field(None, ge=1)
+    epochs: Real | None = Field(None, gt=0, le=1e6)
+    tokens: Real | None = Field(None, ge=1, le=1e15)
     """At most one of steps, epochs and tokens. Default: 3 epochs."""
-    global_batch: int | None = Field(None, ge=1)
+    global_batch: Whole | None = Field(None, ge=1)
     """Rows per step. Default: 16, or what `parallel.data` needs."""
-    micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    lr: float | None = Field(None, gt=0, le=10)
+    micro_batch: Literal["auto"] | Annotated[Whole, Field(ge=1)] = "auto"
+    lr: Real | None = Field(None, gt=0, le=10)
     """Default: 3e-4 from scratch, 2e-4 for LoRA, 2e-5 for a full fine-tune."""
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    min_lr_ratio: Real = Field(0.1, ge=0, le=1)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: float = Field(0.05, ge=0, lt=1)
-    weight_decay: float = Field(0.1, ge=0)
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    clip: float | None = Field(1.0, gt=0)
-    precision: Literal["bf16", "fp32"] = "bf16"
-    seed: int = Field(1, ge=0, lt=2**63)
-    eval_every: int | None = Field(None, ge=1)
-    checkpoint_every: int | None = Field(None, ge=1)
+    warmup: Real = Field(0.05, ge=0, lt=1)
+    weight_decay: Real = Field(0.1, ge=0)
+    betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    clip: Real | None = Field(1.0, gt=0)
+    precision: Literal["bf16", "fp32"] | None = None
+    """Default: bf16 on GPUs, fp32 on CPUs."""
+    seed: Annotated[int, Strict()] = Field(1, ge=0, lt=2**63)
+    eval_every: Whole | None = Field(None, ge=1)
+    checkpoint_every: Whole | None = Field(None, ge=1)
     """Default: a tenth of the run, at most 500 steps."""
-    keep_checkpoints: int = Field(3, ge=1)
+    keep_checkpoints: Whole = Field(3, ge=1)
 
     @model_validator(mode="after")
     def one_length(self) -> Self:
@@ -137,14 +146,14 @@ class TrainingAsk(Ask):
 
 
 class ParallelAsk(Ask):
-    tensor: int = Field(1, ge=1)
-    sequence: bool = False
-    pipeline: int = Field(1, ge=1)
-    virtual: int = Field(1, ge=1)
-    context: int = Field(1, ge=1)
-    data: int | None = Field(None, ge=1)
+    tensor: Whole = Field(1, ge=1)
+    sequence: Flag = False
+    pipeline: Whole = Field(1, ge=1)
+    virtual: Whole = Field(1, ge=1)
+    context: Whole = Field(1, ge=1)
+    data: Whole | None = Field(None, ge=1)
     """Default: `resources.gpus` divided by the other axes."""
-    shard_optimizer: bool = True
+    shard_optimizer: Flag = True
 
 
 class RecomputeAsk(Ask):
@@ -152,14 +161,14 @@ class RecomputeAsk(Ask):
 
 
 class ResourcesAsk(Ask):
-    gpus: int | None = Field(None, ge=1)
+    gpus: Whole | None = Field(None, ge=1)
     """GPUs, or CPU slots on hosts without any. Default: what `parallel` needs, or 1."""
-    nodes: int = Field(1, ge=1, le=1)
-    """Hosts. One for now."""
+    nodes: Whole = Field(1, ge=1)
+    """Hosts. Only one in this version."""
 
 
 class ArtifactsAsk(Ask):
-    merged: bool = True
+    merged: Flag = True
     """Under LoRA, also make the base with the adapter merged in."""
     dtype: Literal["keep", "bf16", "fp32"] = "keep"
 
@@ -171,11 +180,13 @@ class JobSpec(Ask):
     name: str | None = Field(None, min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Becomes part of the resulting model's name."""
     labels: dict[
-        Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]
+        Annotated[Text, Field(min_length=1, max_length=64)], Text
     ] = Field(default_factory=dict, max_length=16)  # fmt: skip
-    priority: int = Field(0, ge=-100, le=100)
+    priority: Whole = Field(0, ge=-100, le=100)
     """Higher goes first."""
-    max_runtime: Annotated[timedelta, BeforeValidator(_duration), Field(gt=timedelta(0))] | None = None
+    max_runtime: (
+        Annotated[timedelta, BeforeValidator(_duration), Field(gt=timedelta(0), le=timedelta(days=3650))] | None
+    ) = None
     """Such as `12h`, `1d6h`, `90m`, or seconds as a number."""
     model: ModelAsk
     tokenizer: TokenizerAsk | None = None
@@ -194,3 +205,12 @@ class JobSpec(Ask):
         if self.kind == "finetune" and self.model.base is None:
             raise ValueError('a fine-tune starts from a model: set "model": {"base": "<name>"}')
         return self
+
+    def files(self) -> Iterator[tuple[str, str]]:
+        """Each uploaded file it names: the path of the field, and the id."""
+        for index, id_ in enumerate(self.data.train):
+            yield f"data.train.{index}", id_
+        if isinstance(self.data.validation, str):
+            yield "data.validation", self.data.validation
+        if self.tokenizer is not None and self.tokenizer.file is not None:
+            yield "tokenizer.file", self.tokenizer.file
