@@ -1,0 +1,150 @@
+"""Who is calling and what they may do. A key is shown once; only its digest is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import or_, select, update
+from sqlalchemy.orm import Session
+
+from core.errors import Forbidden, InvalidKey, InvalidSpec, NotFound
+from core.models import ApiKey, Project, database_now
+
+SCOPES = ("read", "submit", "admin")
+"""Each includes those before it."""
+
+DEFAULT_PROJECT = "proj-default"
+SETTINGS_KEY = "key-settings"
+"""Id of the admin key that the settings name."""
+FIRST_KEY_NAME = "first admin key"
+
+
+@dataclass(frozen=True)
+class Account:
+    """The holder of a key, as far as the domain cares."""
+
+    project_id: str
+    key_id: str
+    scopes: frozenset[str]
+
+    def require(self, scope: str) -> None:
+        """Raise Forbidden unless this key has `scope` or one that includes it."""
+        if not self.scopes & set(SCOPES[SCOPES.index(scope) :]):
+            raise Forbidden(
+                f"This key may {', '.join(sorted(self.scopes)) or 'nothing'}; this needs one with the scope {scope!r}."
+            )
+
+
+def create(
+    session: Session, project_id: str, *, name: str, scopes: Collection[str], expires_at: float | None = None
+) -> tuple[ApiKey, str]:
+    """A new key and its secret, which can't be had again."""
+    if unknown := sorted(set(scopes) - set(SCOPES)):
+        raise InvalidSpec(f"There is no scope {unknown[0]!r}; there are {', '.join(SCOPES)}.", param="scopes")
+    if not scopes:
+        raise InvalidSpec(f"A key needs at least one scope of {', '.join(SCOPES)}.", param="scopes")
+    number = secrets.token_hex(12)
+    secret = f"ts_{number}_{secrets.token_urlsafe(32)}"
+    key = ApiKey(
+        id=f"key-{number}",
+        project_id=project_id,
+        name=name,
+        digest=_digest(secret),
+        scopes=[scope for scope in SCOPES if scope in scopes],
+        expires_at=expires_at,
+    )
+    session.add(key)
+    session.flush()
+    return key, secret
+
+
+def authenticate(session: Session, bearer: str | None) -> Account:
+    """The account that `bearer` opens; InvalidKey if none. Revocation and expiry count from this moment on."""
+    if not bearer:
+        raise InvalidKey("Send a key: the header `Authorization: Bearer <key>`.")
+    ids = [SETTINGS_KEY]
+    if bearer.startswith("ts_") and bearer.count("_") >= 2:
+        ids.append(f"key-{bearer.split('_', 2)[1][:56]}")
+    keys = session.scalars(
+        select(ApiKey).where(
+            ApiKey.id.in_(ids),
+            ApiKey.revoked_at.is_(None),
+            or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > database_now()),
+        )
+    ).all()
+    digest = _digest(bearer)
+    # Compared in constant time, each of them, so that the time tells nothing about a digest.
+    matching = [key for key in keys if hmac.compare_digest(key.digest, digest)]
+    if not matching:
+        raise InvalidKey("This key is not known here, was revoked or has expired.")
+    key = matching[0]
+    return Account(project_id=key.project_id, key_id=key.id, scopes=frozenset(key.scopes))
+
+
+def revoke(session: Session, owner: Account, key_id: str) -> ApiKey:
+    """End a key of the owner's project at once; ending it twice changes nothing."""
+    key = session.scalars(
+        update(ApiKey)
+        .where(ApiKey.id == key_id, ApiKey.project_id == owner.project_id, ApiKey.revoked_at.is_(None))
+        .values(revoked_at=database_now())
+        .returning(ApiKey)
+        .execution_options(synchronize_session=False, populate_existing=True)
+    ).one_or_none()
+    return key or get(session, owner, key_id)
+
+
+def get(session: Session, owner: Account, key_id: str) -> ApiKey:
+    """A key of the owner's project."""
+    key = session.get(ApiKey, key_id)
+    if key is None or key.project_id != owner.project_id:
+        raise NotFound(f"There is no key {key_id!r}.")
+    return key
+
+
+def list_(session: Session, owner: Account) -> Sequence[ApiKey]:
+    """All keys of the owner's project, revoked ones among them, newest first."""
+    return session.scalars(
+        select(ApiKey).where(ApiKey.project_id == owner.project_id).order_by(ApiKey.created_at.desc(), ApiKey.id.desc())
+    ).all()
+
+
+def ensure_admin(session: Session, admin_key: str | None) -> str | None:
+    """See to it that somebody can come in: the key that the settings name, or a new one at the first start.
+
+    Returns the new secret when it made one, to be shown once. A changed `admin_key` replaces the one named before.
+    """
+    if session.get(Project, DEFAULT_PROJECT) is None:
+        session.add(Project(id=DEFAULT_PROJECT, name="default"))
+        session.flush()
+    if admin_key is not None:
+        _follow_settings(session, admin_key)
+        return None
+    if session.scalars(select(ApiKey.id).limit(1)).first() is not None:
+        return None
+    return create(session, DEFAULT_PROJECT, name=FIRST_KEY_NAME, scopes=["admin"])[1]
+
+
+def _follow_settings(session: Session, admin_key: str) -> None:
+    digest = _digest(admin_key)
+    key = session.get(ApiKey, SETTINGS_KEY)
+    if key is None:
+        session.add(
+            ApiKey(
+                id=SETTINGS_KEY,
+                project_id=DEFAULT_PROJECT,
+                name="admin key of the settings",
+                digest=digest,
+                scopes=["admin"],
+            )
+        )
+    elif key.digest != digest:
+        key.digest, key.revoked_at = digest, None
+    session.flush()
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
