@@ -1,0 +1,477 @@
+"""Turn a user's wishes into numbers: a pure function of the spec and of facts about base, files and cluster.
+
+It refuses what can't run, blames a field, and says what would work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from pydantic import ValidationError
+
+from core.errors import InvalidSpec
+from core.presets import PRESETS
+from core.spec import JobSpec, LoraMethod, ModelAsk, ParallelAsk, TrainingAsk
+from engine.config import (
+    Data,
+    Export,
+    Lora,
+    ModelShape,
+    Parallel,
+    Recompute,
+    RunConfig,
+    TokenizerSource,
+    Training,
+)
+from engine.plan import memory
+from engine.plan.memory import Memory
+
+if TYPE_CHECKING:
+    from core.files import FileFacts
+
+BYTES_VOCABULARY = 260
+"""Entries of the tokenizer whose ids are bytes: 256, and four special tokens."""
+DEFAULT_EPOCHS = 3.0
+DEFAULT_GLOBAL_BATCH = 16
+DEFAULT_SEQ_LEN = 1024
+CHECKPOINTS_IN_A_RUN = 10
+MOST_STEPS_BETWEEN_CHECKPOINTS = 500
+TOKENS_IN_A_MICRO_BATCH = 8192
+"""At most so many where the size is ours to choose: enough to keep a device busy."""
+CHARACTERS_IN_A_TOKEN = 4
+"""For estimates before anything is tokenised."""
+ALL_LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
+LEARNING_RATES = {"scratch": 3e-4, "lora": 2e-4, "full": 2e-5}
+
+
+@dataclass(frozen=True)
+class BaseFacts:
+    """The model that a job starts from."""
+
+    name: str
+    shape: ModelShape
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """What the nodes offer."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    largest_node: int | None = None
+    """Slots of the largest node; None where none has registered yet."""
+    slot_memory_bytes: int | None = None
+    """Memory of a slot; None where it isn't known."""
+    slot_peak_flops: float | None = None
+    """FLOP/s of a slot in bf16; None where it isn't known."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What was wished, as numbers."""
+
+    run: RunConfig
+    slots: int
+    plan: dict[str, Any]
+    """What the run is expected to cost."""
+
+
+def resolve(
+    spec: JobSpec, *, base: BaseFacts | None, files: Mapping[str, FileFacts], cluster: ClusterFacts
+) -> Resolution:
+    """The run that `spec` asks for. Raises InvalidSpec, whose `param` is the field to change."""
+    lora = _lora(spec)
+    data_format = _format(spec, files)
+    tokenizer, vocab_size = _tokenizer(spec, files)
+    shape = base.shape if base else _shape(spec.model, vocab_size, seq_len=spec.data.seq_len)
+    seq_len = _seq_len(spec, shape)
+    choice = _Choice(spec, shape, lora, seq_len, cluster)
+    parallel = choice.parallel()
+    precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
+    recompute = Recompute() if spec.recompute == "auto" else Recompute(mode=spec.recompute.mode)
+    global_batch, micro_batch = _batch(spec.training, parallel, seq_len)
+    rows = _rows(spec, files, data_format, seq_len)
+    length = _length(spec.training, global_batch=global_batch, seq_len=seq_len)
+    steps = length.get("steps") or max(1, ceil(rows * length["epochs"] / global_batch))
+    try:
+        run = RunConfig(
+            model=None if base else shape,
+            base=Path("base") if base else None,
+            tokenizer=tokenizer,
+            objective="pretrain" if data_format == "text" else "sft",
+            lora=lora,
+            data=Data(
+                train=tuple(
+                    Path(f"data/train-{index}{_ending(files[id_])}") for index, id_ in enumerate(spec.data.train)
+                ),
+                validation=_validation(spec, files),
+                format=data_format,
+                seq_len=seq_len,
+                packing=spec.data.packing,
+                overlong=spec.data.overlong,
+            ),
+            training=_training(spec, base, lora, length, steps, global_batch, micro_batch, precision),
+            parallel=parallel,
+            recompute=recompute,
+            export=Export(dtype=spec.artifacts.dtype, merged=spec.artifacts.merged),
+            device=cluster.device,
+            peak_flops_per_rank=cluster.slot_peak_flops if precision == "bf16" else None,
+        )
+    except ValidationError as error:
+        raise _refused(error) from error
+    needs = memory.estimate(
+        shape,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        precision=precision,
+        parallel=parallel,
+        recompute=recompute,
+        lora=lora,
+    )
+    _check_memory(needs, cluster, run)
+    return Resolution(run, slots=parallel.ranks, plan=_plan(shape, lora, needs, steps, rows, run))
+
+
+# The model and what it reads
+
+
+def _lora(spec: JobSpec) -> Lora | None:
+    method = spec.method or (LoraMethod() if spec.kind == "finetune" else None)
+    if not isinstance(method, LoraMethod):
+        return None
+    if spec.model.base is None:
+        _refuse("method.type", 'LoRA adapts a model that is there: set "model": {"base": …}, or method.type "full"')
+    targets = ALL_LINEAR if method.targets == "all-linear" else tuple(dict.fromkeys(method.targets))
+    return Lora(rank=method.rank, alpha=method.alpha, dropout=method.dropout, targets=targets)
+
+
+def _format(spec: JobSpec, files: Mapping[str, FileFacts]) -> Literal["text", "chat", "completion"]:
+    found: Literal["text", "chat", "completion"] | None = None
+    for param, id_ in spec.files():
+        if param.startswith("tokenizer"):
+            continue
+        given = files[id_].format
+        if given is None:
+            _refuse(param, f"{id_} was not uploaded for training; upload it with the purpose fine-tune or pretrain")
+        if found is not None and given != found:
+            _refuse(param, f"{id_} is {given} data, the files before it are {found}; train on one format at a time")
+        found = given
+    assert found is not None, "a spec names at least one training file"
+    if spec.data.format not in {"auto", found}:
+        _refuse("data.format", f'the files are {found} data, not {spec.data.format}; say "{found}" or "auto"')
+    if spec.kind == "pretrain" and found != "text":
+        _refuse(
+            "data.train",
+            f'a pretrain reads text, and these files are {found} data; use kind "finetune", or upload plain text or '
+            'lines of {"text": …}',
+        )
+    return found
+
+
+def _tokenizer(spec: JobSpec, files: Mapping[str, FileFacts]) -> tuple[TokenizerSource, int | None]:
+    """Where ids come from, and how many there are; None: as many as the base has."""
+    ask = spec.tokenizer
+    if spec.model.base is not None:
+        if ask is not None and ask.from_ is None:
+            _refuse("tokenizer", 'a base keeps its own tokenizer: leave this out, or say {"from": "base"}')
+        return TokenizerSource(type="base"), None
+    if ask is None or ask.type == "bytes":
+        return TokenizerSource(type="bytes"), BYTES_VOCABULARY
+    if ask.train is not None:
+        return TokenizerSource(type="train", vocab_size=ask.train.vocab_size), ask.train.vocab_size
+    if ask.file is not None:
+        size = files[ask.file].vocab_size
+        if size is None:
+            _refuse("tokenizer.file", f"{ask.file} is no tokenizer; upload a tokenizer.json with the purpose tokenizer")
+        return TokenizerSource(type="file", path=Path("tokenizer.json")), size
+    _refuse("tokenizer.from", 'there is no base to take it from; say {"train": {"vocab_size": …}} or {"type": "bytes"}')
+
+
+def _shape(ask: ModelAsk, vocab_size: int | None, *, seq_len: int | None) -> ModelShape:
+    """The sizes of a model from scratch."""
+    if ask.preset is not None and ask.preset not in PRESETS:
+        _refuse("model.preset", f"there is no preset {ask.preset!r}; there are {', '.join(PRESETS)}")
+    preset = PRESETS.get(ask.preset or "", {})
+    said = ask.model_dump(include=set(ModelShape.model_fields), exclude_none=True)
+    sizes: dict[str, Any] = preset | said
+    for name in ("num_layers", "hidden_size", "num_heads"):
+        if name not in sizes:
+            _refuse(f"model.{name}", f"a model from scratch needs {name}; or name a preset: {', '.join(PRESETS)}")
+    hidden, heads = sizes["hidden_size"], sizes["num_heads"]
+    if "head_dim" not in sizes:
+        if hidden % (2 * heads):
+            fits = [count for count in range(heads, 0, -1) if hidden % (2 * count) == 0]
+            advice = f"try num_heads={fits[0]}" if fits else "try an even hidden_size"
+            _refuse("model.num_heads", f"num_heads={heads} must divide hidden_size={hidden} into even parts; {advice}")
+        sizes["head_dim"] = hidden // heads
+    sizes.setdefault("num_kv_heads", heads)
+    # SwiGLU has three matrices where others have two: 8/3 of the width keeps the parameters of the usual 4.
+    sizes.setdefault("ffn_hidden_size", -(-8 * hidden // 3 // 64) * 64)
+    sizes.setdefault("max_seq_len", seq_len or DEFAULT_SEQ_LEN)
+    if vocab_size is not None:
+        if said.get("vocab_size", vocab_size) < vocab_size:
+            _refuse(
+                "model.vocab_size",
+                f"vocab_size={said['vocab_size']} is smaller than the tokenizer's {vocab_size}; leave it out, or use at"
+                f" least {vocab_size}",
+            )
+        sizes["vocab_size"] = said.get("vocab_size", vocab_size)
+    try:
+        return ModelShape.model_validate(sizes)
+    except ValidationError as error:
+        raise _refused(error, prefix="model") from error
+
+
+def _seq_len(spec: JobSpec, shape: ModelShape) -> int:
+    asked = spec.data.seq_len
+    if asked is not None and asked > shape.max_seq_len:
+        _refuse(
+            "data.seq_len", f"seq_len={asked} is longer than the model's {shape.max_seq_len} tokens; use at most that"
+        )
+    return asked or min(shape.max_seq_len, DEFAULT_SEQ_LEN)
+
+
+def _validation(spec: JobSpec, files: Mapping[str, FileFacts]) -> Path | float | None:
+    wish = spec.data.validation
+    return Path(f"data/validation{_ending(files[wish])}") if isinstance(wish, str) else wish
+
+
+def _ending(file: FileFacts) -> str:
+    return ".txt" if file.is_plain_text else ".jsonl"
+
+
+# Ranks
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What a layout depends on."""
+
+    spec: JobSpec
+    shape: ModelShape
+    lora: Lora | None
+    seq_len: int
+    cluster: ClusterFacts
+
+    def parallel(self) -> Parallel:
+        resources = self.spec.resources
+        if resources.nodes > 1:
+            _refuse("resources.nodes", "one job on several nodes is not in this version; use 1 node")
+        if self.spec.parallel == "auto":
+            chosen = self._automatic(resources.gpus or 1)
+        else:
+            chosen = self._as_said(self.spec.parallel, resources.gpus)
+        self._check_node(chosen)
+        try:
+            chosen.check(self.shape, seq_len=self.seq_len)
+        except ValueError as error:
+            _refuse(_blamed(str(error), "parallel"), str(error))
+        return chosen
+
+    def _automatic(self, gpus: int) -> Parallel:
+        """As little tensor parallelism as memory allows: replicas exchange least."""
+        fitting = [tensor for tensor in range(1, gpus + 1) if gpus % tensor == 0 and self._splits(tensor)]
+        for tensor in fitting:
+            candidate = Parallel(tensor=tensor, sequence=self._sequence(tensor), data=gpus // tensor)
+            if self._fits(candidate):
+                return candidate
+        tensor = fitting[-1]
+        return Parallel(tensor=tensor, sequence=self._sequence(tensor), data=gpus // tensor)
+
+    def _as_said(self, ask: ParallelAsk, gpus: int | None) -> Parallel:
+        for name in ("pipeline", "virtual", "context"):
+            if getattr(ask, name) > 1:
+                _refuse(f"parallel.{name}", f"{name}={getattr(ask, name)} is not in this version; use tensor and data")
+        if gpus is not None and gpus % ask.tensor:
+            _refuse(
+                "resources.gpus",
+                f"gpus={gpus} is no multiple of parallel.tensor={ask.tensor}; use {_near(gpus, ask.tensor)}",
+            )
+        data = ask.data or (gpus or ask.tensor) // ask.tensor
+        if gpus is not None and ask.tensor * data != gpus:
+            _refuse(
+                "resources.gpus",
+                f"gpus={gpus}, but parallel needs tensor={ask.tensor} x data={data} = {ask.tensor * data}; make them "
+                "equal, or leave gpus out",
+            )
+        return Parallel(tensor=ask.tensor, sequence=ask.sequence, data=data, shard_optimizer=ask.shard_optimizer)
+
+    def _check_node(self, chosen: Parallel) -> None:
+        largest = self.cluster.largest_node
+        if largest is not None and chosen.ranks > largest:
+            param = "resources.gpus" if self.spec.parallel == "auto" else "parallel"
+            _refuse(
+                param,
+                f"needs {chosen.ranks} slots; the largest node has {largest}: lower tensor x data to at most {largest},"
+                " or add a larger node",
+            )
+
+    def _splits(self, tensor: int) -> bool:
+        try:
+            Parallel(tensor=tensor).check(self.shape, seq_len=self.seq_len)
+        except ValueError:
+            return False
+        return True
+
+    def _sequence(self, tensor: int) -> bool:
+        return tensor > 1 and self.seq_len % tensor == 0
+
+    def _fits(self, parallel: Parallel) -> bool:
+        available = self.cluster.slot_memory_bytes
+        if available is None:
+            return True
+        wish = self.spec.training.micro_batch
+        needs = memory.estimate(
+            self.shape,
+            seq_len=self.seq_len,
+            micro_batch=1 if wish == "auto" else wish,
+            precision=self.spec.training.precision or ("bf16" if self.cluster.device == "cuda" else "fp32"),
+            parallel=parallel,
+            recompute=Recompute() if self.spec.recompute == "auto" else Recompute(mode=self.spec.recompute.mode),
+            lora=self.lora,
+        )
+        return needs.total <= available * (1 - memory.MARGIN)
+
+
+# Batches and length
+
+
+def _batch(ask: TrainingAsk, parallel: Parallel, seq_len: int) -> tuple[int, int]:
+    """Rows of a step over all ranks, and rows of one forward pass."""
+    data = parallel.data
+    unit = data * (1 if ask.micro_batch == "auto" else ask.micro_batch)
+    global_batch = ask.global_batch or -(-DEFAULT_GLOBAL_BATCH // unit) * unit
+    if global_batch % unit:
+        of = f"parallel.data={data}" if ask.micro_batch == "auto" else f"micro_batch={ask.micro_batch} x data={data}"
+        _refuse(
+            "training.global_batch",
+            f"global_batch={global_batch} must be a multiple of {of}; use {_near(global_batch, unit)}",
+        )
+    if ask.micro_batch != "auto":
+        return global_batch, ask.micro_batch
+    share = global_batch // data
+    most = max(1, TOKENS_IN_A_MICRO_BATCH // seq_len)
+    return global_batch, max(size for size in range(1, min(share, most) + 1) if share % size == 0)
+
+
+def _length(ask: TrainingAsk, *, global_batch: int, seq_len: int) -> dict[str, Any]:
+    """The one of `steps` and `epochs` that the run gets."""
+    if ask.steps is not None:
+        return {"steps": ask.steps}
+    if ask.tokens is not None:
+        return {"steps": ceil(ask.tokens / (global_batch * seq_len))}
+    return {"epochs": ask.epochs or DEFAULT_EPOCHS}
+
+
+def _rows(spec: JobSpec, files: Mapping[str, FileFacts], data_format: str, seq_len: int) -> int:
+    """About how many rows the training files fill."""
+    used = [files[id_] for id_ in spec.data.train]
+    tokens = sum(file.characters for file in used) / CHARACTERS_IN_A_TOKEN
+    rows = ceil(tokens / seq_len) if spec.data.packing or data_format == "text" else sum(file.examples for file in used)
+    held_out = spec.data.validation if isinstance(spec.data.validation, float) else 0.0
+    return max(1, round(rows * (1 - held_out)))
+
+
+def _training(
+    spec: JobSpec,
+    base: BaseFacts | None,
+    lora: Lora | None,
+    length: dict[str, Any],
+    steps: int,
+    global_batch: int,
+    micro_batch: int,
+    precision: Literal["bf16", "fp32"],
+) -> Training:
+    ask = spec.training
+    kind = "scratch" if base is None else "lora" if lora else "full"
+    return Training(
+        **length,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        lr=ask.lr or LEARNING_RATES[kind],
+        min_lr_ratio=ask.min_lr_ratio,
+        schedule=ask.schedule,
+        warmup=ask.warmup,
+        weight_decay=ask.weight_decay,
+        betas=ask.betas,
+        clip=ask.clip,
+        precision=precision,
+        seed=ask.seed,
+        eval_every=ask.eval_every,
+        checkpoint_every=ask.checkpoint_every
+        or max(1, min(MOST_STEPS_BETWEEN_CHECKPOINTS, steps // CHECKPOINTS_IN_A_RUN)),
+        keep_checkpoints=ask.keep_checkpoints,
+    )
+
+
+# Cost
+
+
+def _check_memory(needs: Memory, cluster: ClusterFacts, run: RunConfig) -> None:
+    available = cluster.slot_memory_bytes
+    if available is None or needs.total <= available * (1 - memory.MARGIN):
+        return
+    advice = {
+        "activations": "lower training.micro_batch or data.seq_len, or set recompute to full",
+        "logits": "lower training.micro_batch or data.seq_len",
+        "weights": "raise parallel.tensor",
+        "gradients": "raise parallel.tensor, or use method lora",
+        "optimizer": "raise parallel.tensor, use method lora, or raise parallel.data with shard_optimizer",
+    }[needs.largest]
+    _refuse(
+        "resources",
+        f"each rank needs about {_gib(needs.total)}, {_gib(getattr(needs, needs.largest))} of it {needs.largest}; a"
+        f" slot has {_gib(available)}, of which {memory.MARGIN:.0%} stay free: {advice}",
+    )
+
+
+def _plan(shape: ModelShape, lora: Lora | None, needs: Memory, steps: int, rows: int, run: RunConfig) -> dict[str, Any]:
+    parameters = memory.parameters(shape)
+    adapters = memory.adapter_parameters(shape, lora) if lora else None
+    return {
+        "parameters": parameters + (adapters or 0),
+        "trainable_parameters": parameters if adapters is None else adapters,
+        "ranks": run.parallel.ranks,
+        "bytes_per_rank": needs.itemised(),
+        "estimated_rows": rows,
+        "estimated_steps": steps,
+        "estimated_tokens": steps * run.training.global_batch * run.data.seq_len,
+    }
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+# Refusing
+
+
+def _refuse(param: str, message: str) -> NoReturn:
+    raise InvalidSpec(f"{param}: {message}", param=param)
+
+
+def _refused(error: ValidationError, *, prefix: str = "") -> InvalidSpec:
+    """What the run's own types refuse, in their words."""
+    first = error.errors()[0]
+    path = ".".join(filter(None, (prefix, *map(str, first["loc"]))))
+    message = first["msg"].removeprefix("Value error, ")
+    return InvalidSpec(message, param=_blamed(message, path))
+
+
+def _blamed(message: str, otherwise: str) -> str:
+    """The field that a message of the run's types begins with, such as `parallel.tensor=3 must …`."""
+    word = next(_words(message), "")
+    return word if "." in word and word.replace(".", "").replace("_", "").isalpha() else otherwise
+
+
+def _words(message: str) -> Iterator[str]:
+    yield from message.replace("=", " ").split()
+
+
+def _near(value: int, unit: int) -> str:
+    """The multiples of `unit` next to `value`."""
+    below, above = value - value % unit, value - value % unit + unit
+    return f"{below} or {above}" if below else f"{above}"
