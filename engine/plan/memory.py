@@ -1,0 +1,139 @@
+"""Bytes that each rank needs, counted from the run's numbers: weights, gradients, optimizer, activations, logits.
+
+Activations after Korthikanti et al. 2022, section 4, counted anew for a llama layer: RMSNorm instead of LayerNorm,
+three feed-forward matrices with SwiGLU, grouped queries, no dropout, an attention core that keeps no scores. What is
+counted is what the engine keeps at the end of a forward pass; temporary buffers are covered by `MARGIN`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from engine.config import Lora, ModelShape, Parallel, Recompute
+from engine.plan.flops import matrices
+
+FP32 = 4
+BF16 = 2
+MARGIN = 0.10
+"""Share of a device's memory left to the allocator, temporary buffers and the runtime."""
+CHUNK_LOGITS = 2**24
+"""Logits that exist at once, as in `engine.loss`."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the rank that needs most."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def itemised(self) -> dict[str, int]:
+        """Each item and the total, for a plan that is stored."""
+        return {**asdict(self), "total": self.total}
+
+    @property
+    def largest(self) -> str:
+        """The item that takes most."""
+        items = asdict(self)
+        return max(items, key=items.__getitem__)
+
+
+def parameters(shape: ModelShape) -> int:
+    """Weights of the whole model, each counted once."""
+    norms = (2 * shape.num_layers + 1) * shape.hidden_size
+    # The last of the matrices is the output layer, which is the embedding where the two are tied.
+    embedding = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
+    return sum(matrix.weights for matrix in matrices(shape)) + norms + embedding
+
+
+def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
+    """Weights of the adapters."""
+    return sum(matrix.adapter_weights for matrix in matrices(shape, lora))
+
+
+def parameters_per_rank(shape: ModelShape, *, tensor: int) -> int:
+    """Weights of one tensor rank: its share of each matrix, the vocabulary padded to divide evenly, and every norm."""
+    padded = -(-shape.vocab_size // tensor) * tensor
+    vocabulary = padded * shape.hidden_size * (1 if shape.tie_embeddings else 2)
+    layers = sum(matrix.weights for matrix in matrices(shape)[:-1])
+    norms = (2 * shape.num_layers + 1) * shape.hidden_size
+    return (layers + vocabulary) // tensor + norms
+
+
+def adapter_parameters_per_rank(shape: ModelShape, lora: Lora, *, tensor: int) -> int:
+    """Weights of the adapters on one tensor rank: of each pair, the side that follows the host matrix is shared out."""
+    total = 0
+    columns = {"q", "k", "v", "gate", "up"}
+    names = ("q", "k", "v", "o", "gate", "up", "down") * shape.num_layers
+    for name, matrix in zip(names, matrices(shape, lora)[:-1], strict=True):
+        shared, whole = (matrix.outputs, matrix.inputs) if name in columns else (matrix.inputs, matrix.outputs)
+        total += matrix.adapter_rank * (shared // tensor + whole)
+    return total
+
+
+def layer_activations(
+    shape: ModelShape, *, seq_len: int, micro_batch: int, parallel: Parallel, recompute: Recompute, element: int
+) -> int:
+    """Bytes that one layer keeps for its backward pass, for one micro-batch."""
+    tokens = seq_len * micro_batch
+    t = parallel.tensor
+    # Outside the sharded matrices every tensor rank keeps whole tokens, unless they are shared out along the sequence.
+    whole = shape.hidden_size // t if parallel.sequence else shape.hidden_size
+    if recompute.mode == "full":
+        return element * tokens * whole
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    # Input of both norms and of the matrices behind them; q, k, v; the core's output; gate, up, their product and silu.
+    kept = 4 * whole + (queries + 2 * keys) // t + queries // t + 4 * (shape.ffn_hidden_size // t)
+    # The core keeps the logarithm of each row's sum; recomputed, not even that.
+    rows = 0 if recompute.mode == "selective" else FP32 * shape.num_heads // t
+    return tokens * (element * kept + rows)
+
+
+def estimate(
+    shape: ModelShape,
+    *,
+    seq_len: int,
+    micro_batch: int,
+    precision: str,
+    parallel: Parallel,
+    recompute: Recompute,
+    lora: Lora | None = None,
+) -> Memory:
+    """What a rank needs at the end of a forward pass, when it holds most."""
+    element = BF16 if precision == "bf16" else FP32
+    weights = parameters_per_rank(shape, tensor=parallel.tensor)
+    if lora is None:
+        trainable = weights
+    else:
+        trainable = adapter_parameters_per_rank(shape, lora, tensor=parallel.tensor)
+        weights += trainable
+    shards = parallel.data if parallel.shard_optimizer else 1
+    # fp32 weights are their own masters; two moments always; a reduced copy of the gradients where they are shared out.
+    states = (2 if precision == "fp32" else 3) + (1 if shards > 1 else 0)
+    layer = partial(
+        layer_activations, shape, seq_len=seq_len, micro_batch=micro_batch, parallel=parallel, element=element
+    )
+    activations = shape.num_layers * layer(recompute=recompute)
+    if recompute.mode == "full":
+        # While one layer is recomputed, all of it is there.
+        activations += layer(recompute=Recompute(mode="none"))
+    # The embedding's output, and the last norm's.
+    ends = shape.hidden_size // parallel.tensor if parallel.sequence else shape.hidden_size
+    activations += 2 * element * seq_len * micro_batch * ends
+    share = -(-shape.vocab_size // parallel.tensor)
+    return Memory(
+        weights=weights * element,
+        gradients=trainable * FP32,
+        optimizer=-(-trainable // shards) * FP32 * states,
+        activations=activations,
+        # Logits and their gradient, in fp32, a chunk at a time.
+        logits=2 * FP32 * min(CHUNK_LOGITS, seq_len * micro_batch * share),
+    )
