@@ -1,0 +1,195 @@
+"""Models by name: bases in the models directory, found by folder, and results of jobs."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from sqlalchemy import Select, or_, select
+from sqlalchemy.orm import Session
+
+from core.errors import InvalidModel, InvalidSpec, NotFound
+from core.keys import Account
+from core.models import Job, Model
+from core.resolve import BaseFacts
+from engine import families
+from engine.config import ModelShape
+
+_FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+_MAX_HEADER_BYTES = 100_000_000
+"""safetensors' own limit."""
+
+
+def get(session: Session, owner: Account, name: str, *, models: Path) -> Model:
+    """A model that the owner may use. A folder that nobody registered is returned too, and not yet in the session."""
+    if row := session.scalars(_visible(owner).where(Model.id == name)).one_or_none():
+        return row
+    folder = models / name
+    # A name that another project took is not free for a folder, or one would see that it is there.
+    if _FOLDER.fullmatch(name) and _is_model(folder) and session.get(Model, name) is None:
+        return _of_folder(name, folder)
+    raise NotFound(f"There is no model {name!r}; GET /v1/models lists what there is.", param="model")
+
+
+def list_(session: Session, owner: Account, *, models: Path) -> list[Model]:
+    """Every model that the owner may use: newest first, then folders that nobody registered, by name."""
+    rows = list(session.scalars(_visible(owner).order_by(Model.created_at.desc(), Model.id)))
+    taken = set(session.scalars(select(Model.id)))
+    return rows + [model for model in discover(models) if model.id not in taken]
+
+
+def discover(models: Path) -> Iterator[Model]:
+    """The folders beneath `models` that hold a supported model; others are left out here, and named by `get`."""
+    for folder in sorted(models.iterdir()) if models.is_dir() else ():
+        if _FOLDER.fullmatch(folder.name) and _is_model(folder):
+            try:
+                yield _of_folder(folder.name, folder)
+            except InvalidModel:
+                continue
+
+
+def facts(session: Session, owner: Account, name: str, *, models: Path, param: str = "model.base") -> BaseFacts:
+    """What resolving a job needs to know of its base, whose row is there afterwards."""
+    try:
+        model = get(session, owner, name, models=models)
+        folder = source_folder(model, models)
+        if folder is not None:
+            # Read anew: a folder may have been replaced since it was first seen.
+            model.shape = inspect(folder).model_dump(mode="json")
+    except (NotFound, InvalidModel) as error:
+        raise type(error)(error.message, param=param) from error
+    session.add(model)
+    session.flush()
+    return BaseFacts(name=model.id, shape=ModelShape.model_validate(model.shape))
+
+
+def register(session: Session, owner: Account, name: str, source: str | Mapping[str, str], *, models: Path) -> Model:
+    """Give a model a name: a folder beneath the models directory, for everyone, or a job's result, for the project."""
+    if session.get(Model, name) is not None:
+        raise InvalidSpec(f"The name {name!r} is taken; choose another.", param="id")
+    if isinstance(source, str):
+        owner.require("admin")
+        model = _named_folder(name, source, models)
+    else:
+        model = _named_result(session, owner, name, source["job"])
+    session.add(model)
+    session.flush()
+    return model
+
+
+def publish_result(session: Session, job: Job, *, prefix: str, shape: ModelShape) -> Model:
+    """Name what a job made. Calling it again, by a later attempt, moves the name to the newer files."""
+    name = job.result_model or result_name(job)
+    model = session.get(Model, name) or Model(id=name, project_id=job.project_id, job_id=job.id)
+    model.source = f"storage:{prefix}"
+    model.shape = shape.model_dump(mode="json")
+    session.add(model)
+    session.flush()
+    return model
+
+
+def result_name(job: Job) -> str:
+    """Unique, and telling: the job's name, or what it started from, and the start of its id."""
+    return f"{(job.name or job.base_model or job.kind)[:200]}-{job.id.partition('-')[2][:8]}"
+
+
+def source_folder(model: Model, models: Path) -> Path | None:
+    """Where a base lies on this host; None for a result, which lies in storage."""
+    kind, _, where = model.source.partition(":")
+    return models / where if kind == "dir" else None
+
+
+def shape_of(folder: Path) -> ModelShape:
+    """The sizes that `config.json` tells; InvalidModel names what is missing or not supported."""
+    config = folder / "config.json"
+    try:
+        return families.shape_of_config(json.loads(config.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise InvalidModel(f"{folder.name} has no config.json; it must be a model in Hugging Face layout.") from error
+    except ValueError as error:
+        raise InvalidModel(f"{folder.name}/config.json: {error}") from error
+
+
+def inspect(folder: Path) -> ModelShape:
+    """The shape of a folder whose files are all there and whole; InvalidModel names the file that isn't."""
+    shape = shape_of(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise InvalidModel(f"{folder.name} has no tokenizer.json; save its tokenizer there in the fast format.")
+    for path in _weights(folder):
+        _check_length(path)
+    return shape
+
+
+def _visible(owner: Account) -> Select[Model]:
+    return select(Model).where(or_(Model.project_id.is_(None), Model.project_id == owner.project_id))
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _of_folder(name: str, folder: Path) -> Model:
+    created = (folder / "config.json").stat().st_mtime
+    shape = shape_of(folder).model_dump(mode="json")
+    return Model(id=name, project_id=None, source=f"dir:{folder.name}", shape=shape, created_at=created)
+
+
+def _named_folder(name: str, source: str, models: Path) -> Model:
+    kind, _, where = source.partition(":")
+    if kind != "dir":
+        raise InvalidSpec("A source is dir:<folder under the models directory>, or a job.", param="source")
+    if not _FOLDER.fullmatch(where) or not (models / where).is_dir():
+        raise NotFound(f"There is no folder {where!r} in the models directory.", param="source")
+    shape = inspect(models / where).model_dump(mode="json")
+    return Model(id=name, project_id=None, source=f"dir:{where}", shape=shape)
+
+
+def _named_result(session: Session, owner: Account, name: str, job_id: str) -> Model:
+    result = session.scalars(
+        select(Model)
+        .join(Job, Job.result_model == Model.id)
+        .where(Job.id == job_id, Job.project_id == owner.project_id)
+    ).one_or_none()
+    if result is None:
+        raise NotFound(f"There is no job {job_id!r} with a model as its result.", param="source.job")
+    return Model(id=name, project_id=owner.project_id, job_id=job_id, source=result.source, shape=result.shape)
+
+
+def _weights(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise InvalidModel(f"{folder.name}/{index.name} is damaged; copy it again.") from error
+        if any(not isinstance(name, str) or not _FOLDER.fullmatch(name) for name in names):
+            raise InvalidModel(f"{folder.name}/{index.name} names files outside its folder.")
+    else:
+        names = ["model.safetensors"]
+    for name in names:
+        if not (folder / name).is_file():
+            raise InvalidModel(
+                f"{folder.name} has no {name}; weights must be safetensors (pickled .bin files are not read)."
+            )
+    return [folder / name for name in names]
+
+
+def _check_length(path: Path) -> None:
+    """Compare the file's length with what its header promises: finds a download that broke off."""
+    name = f"{path.parent.name}/{path.name}"
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER_BYTES + 1
+        if length > min(_MAX_HEADER_BYTES, size - 8):
+            raise InvalidModel(f"{name} is cut short, or no safetensors file; copy it again.")
+        try:
+            header = json.loads(file.read(length))
+            end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+        except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+            raise InvalidModel(f"{name} has a damaged header; copy it again.") from error
+    if 8 + length + end != size:
+        raise InvalidModel(f"{name} has {size:,} bytes where its header promises {8 + length + end:,}; copy it again.")

@@ -1,0 +1,222 @@
+"""Uploads: judged when they come in, kept whole or not at all. What a line means is `engine.data.format`'s business."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core import paging
+from core.db import Database, after_commit
+from core.errors import FileTooLarge, InUse, InvalidFile, InvalidSpec, NotFound
+from core.keys import Account
+from core.models import File, Job, new_id
+from core.paging import Order, Page
+from core.spec import JobSpec
+from core.states import TERMINAL
+from core.storage import Storage
+from engine.data.format import Format, validate
+
+TRAINING = ("fine-tune", "pretrain")
+"""Purposes whose files are training data and are judged as such."""
+TOKENIZER = "tokenizer"
+"""Purpose of a `tokenizer.json`."""
+PURPOSES = (*TRAINING, TOKENIZER, "user_data", "evals", "batch", "assistants", "vision")
+"""What an upload may be for. Files for other than training and tokenizers are kept as they are."""
+
+_READ_BYTES = 1024**2
+_MAX_NAME = 255
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What resolving a job needs to know of a file."""
+
+    id: str
+    bytes: int
+    sha256: str
+    storage_key: str
+    format: Format | None
+    """None for a file that isn't training data."""
+    examples: int = 0
+    characters: int = 0
+    is_plain_text: bool = False
+    """Not JSON Lines, but text as it is."""
+    vocab_size: int | None = None
+    """Of a tokenizer; None for other files."""
+
+
+def create(
+    db: Database,
+    storage: Storage,
+    owner: Account,
+    *,
+    filename: str,
+    purpose: str,
+    chunks: Iterable[bytes],
+    max_bytes: int,
+) -> File:
+    """Take an upload in. Raises InvalidFile, with all findings, or FileTooLarge, and then keeps nothing.
+
+    It has a transaction of its own, at the end: none is open while bytes come in.
+    """
+    if purpose not in PURPOSES:
+        raise InvalidSpec(
+            f"There is no purpose {purpose!r}; use fine-tune or pretrain for training data.", param="purpose"
+        )
+    with tempfile.TemporaryFile(prefix="trainshed-upload-") as spool:
+        size, sha256 = _receive(chunks, spool, max_bytes)
+        report = _judge(spool, purpose, filename)
+        id_ = new_id("file")
+        key = f"files/{id_}"
+        spool.seek(0)
+        storage.put_stream(key, _pieces(spool))
+    file = File(
+        id=id_,
+        project_id=owner.project_id,
+        filename=label(filename),
+        purpose=purpose,
+        bytes=size,
+        sha256=sha256,
+        storage_key=key,
+        report=report,
+    )
+    try:
+        with db.session() as session:
+            session.add(file)
+    except BaseException:
+        storage.delete(key)
+        raise
+    return file
+
+
+def label(filename: str) -> str:
+    """The client's name for a file, fit to be shown. It never becomes a path here."""
+    last = re.split(r"[/\\]", _CONTROL.sub("", filename))[-1].strip()[-_MAX_NAME:]
+    return "upload" if last in {"", ".", ".."} else last
+
+
+def get(session: Session, owner: Account, file_id: str) -> File:
+    """A file of the owner's project."""
+    file = session.scalars(select(File).where(File.id == file_id, File.project_id == owner.project_id)).one_or_none()
+    if file is None:
+        raise NotFound(f"There is no file {file_id!r}.", param="file_id")
+    return file
+
+
+def facts(session: Session, owner: Account, file_id: str, *, param: str | None = None) -> FileFacts:
+    """What is known about a file. NotFound blames `param`, the field that named it."""
+    try:
+        file = get(session, owner, file_id)
+    except NotFound as error:
+        raise NotFound(error.message, param=param) from error
+    report = file.report
+    return FileFacts(
+        id=file.id,
+        bytes=file.bytes,
+        sha256=file.sha256,
+        storage_key=file.storage_key,
+        format=report.get("format"),
+        examples=report.get("examples", 0),
+        characters=report.get("characters", 0),
+        is_plain_text=report.get("plain_text", False),
+        vocab_size=report.get("vocab_size"),
+    )
+
+
+def page(
+    session: Session,
+    owner: Account,
+    *,
+    after: str | None = None,
+    limit: int = 100,
+    order: Order = "desc",
+    purpose: str | None = None,
+) -> Page[File]:
+    """The project's files by age."""
+    query = select(File).where(File.project_id == owner.project_id)
+    if purpose is not None:
+        query = query.where(File.purpose == purpose)
+    return paging.by_age(session, query, File.created_at, File.id, after=after, limit=limit, order=order)
+
+
+def delete(session: Session, storage: Storage, owner: Account, file_id: str) -> None:
+    """Remove a file; InUse while a job that hasn't ended needs it."""
+    file = get(session, owner, file_id)
+    unfinished = session.execute(
+        select(Job.id, Job.spec).where(Job.project_id == owner.project_id, Job.state.not_in(TERMINAL))
+    )
+    for job_id, spec in unfinished:
+        if file_id in {id_ for _, id_ in JobSpec.model_validate(spec).files()}:
+            raise InUse(f"Job {job_id} still needs this file; cancel it or wait for its end.", param="file_id")
+    session.delete(file)
+    session.flush()
+    after_commit(session, lambda: storage.delete(file.storage_key))
+
+
+def content(storage: Storage, file: File, start: int | None = None, end: int | None = None) -> Iterator[bytes]:
+    """The file's bytes from `start` up to, not including, `end`."""
+    return storage.stream(file.storage_key, start, end)
+
+
+def _receive(chunks: Iterable[bytes], spool: IO[bytes], max_bytes: int) -> tuple[int, str]:
+    size, digest = 0, hashlib.sha256()
+    for chunk in chunks:
+        size += len(chunk)
+        if size > max_bytes:
+            raise FileTooLarge(
+                f"The file is larger than {max_bytes:,} bytes, the most that this server takes; split it."
+            )
+        digest.update(chunk)
+        spool.write(chunk)
+    return size, digest.hexdigest()
+
+
+def _pieces(spool: IO[bytes]) -> Iterator[bytes]:
+    return iter(lambda: spool.read(_READ_BYTES), b"")
+
+
+def _judge(spool: IO[bytes], purpose: str, filename: str) -> dict[str, Any]:
+    """What is in it, as `GET /v1/files/{id}/report` shows it."""
+    spool.seek(0)
+    if purpose == TOKENIZER:
+        return _tokenizer(spool)
+    if purpose not in TRAINING:
+        return {"format": None, "errors": [], "warnings": []}
+    report = validate(_pieces(spool), name_hint=filename)
+    if not report.ok:
+        errors = [finding.to_dict() for finding in report.errors]
+        more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise InvalidFile(f"{report.errors[0]}{more}", errors=errors)
+    spool.seek(0)
+    return report.to_dict() | {"plain_text": report.format == "text" and not _is_json(spool)}
+
+
+def _is_json(spool: IO[bytes]) -> bool:
+    """Whether text that was found good is JSON Lines: then its first line that isn't blank is an object."""
+    for raw in spool:
+        line = raw.removeprefix(b"\xef\xbb\xbf").strip()
+        if line:
+            try:
+                return isinstance(json.loads(line), dict)
+            except ValueError:
+                return False
+    return False
+
+
+def _tokenizer(spool: IO[bytes]) -> dict[str, Any]:
+    try:
+        content = json.load(spool)
+        tokens = {*content["model"]["vocab"].values(), *(token["id"] for token in content.get("added_tokens") or ())}
+        size = max(tokens) + 1
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidFile("This is not a tokenizer.json of Hugging Face's tokenizers with a vocabulary.") from error
+    return {"format": None, "vocab_size": size, "errors": [], "warnings": []}

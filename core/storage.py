@@ -1,0 +1,157 @@
+"""Objects by key, on local disk or S3, whole or not at all. Keys are ours: no client's name ever becomes one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import obstore
+from obstore.exceptions import NotFoundError
+from obstore.store import LocalStore, ObjectStore, S3Store
+
+from core.errors import NotFound
+
+CHUNK_BYTES = 8 * 1024**2
+"""Size of a part on its way in or out, and with `_PARTS_AT_ONCE` what bounds the memory of a transfer."""
+_PARTS_AT_ONCE = 4
+_KEY = re.compile(r"[A-Za-z0-9_.\-]+(?:/[A-Za-z0-9_.\-]+)*")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object that is there."""
+
+    key: str
+    bytes: int
+
+
+class Storage:
+    """A key either has the whole content of one successful put or is not there."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def put_file(self, key: str, path: Path) -> None:
+        """Store a file's content."""
+        with path.open("rb") as file:
+            self.put_stream(key, iter(lambda: file.read(CHUNK_BYTES), b""))
+
+    def put_bytes(self, key: str, content: bytes) -> None:
+        """Store a few bytes."""
+        obstore.put(self._store, _checked(key), content, use_multipart=False)
+
+    def put_stream(self, key: str, chunks: Iterable[bytes]) -> int:
+        """Store what `chunks` yields, holding a few parts in memory at most. Returns how many bytes that was.
+
+        An exception from `chunks` leaves nothing under the key.
+        """
+        size = 0
+
+        def counted() -> Iterator[bytes]:
+            nonlocal size
+            for chunk in chunks:
+                size += len(chunk)
+                yield chunk
+
+        obstore.put(self._store, _checked(key), counted(), chunk_size=CHUNK_BYTES, max_concurrency=_PARTS_AT_ONCE)
+        return size
+
+    def put_tree(self, prefix: str, folder: Path) -> list[Stored]:
+        """Store every file beneath `folder`. A `manifest.json` at its top goes last: one without it was cut short."""
+        files = sorted(
+            (path for path in folder.rglob("*") if path.is_file()),
+            key=lambda path: (path == folder / "manifest.json", path),
+        )
+        stored = [Stored(f"{prefix}/{path.relative_to(folder).as_posix()}", path.stat().st_size) for path in files]
+        for path, target in zip(files, stored, strict=True):
+            self.put_file(target.key, path)
+        return stored
+
+    def size(self, key: str) -> int:
+        """Bytes of the object; NotFound if there is none."""
+        try:
+            return obstore.head(self._store, _checked(key))["size"]
+        except (NotFoundError, FileNotFoundError) as error:
+            raise _missing(key) from error
+
+    def exists(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except NotFound:
+            return False
+        return True
+
+    def stream(self, key: str, start: int | None = None, end: int | None = None) -> Iterator[bytes]:
+        """The object's bytes from `start` up to, not including, `end`. NotFound is raised at once."""
+        first, last = start or 0, self.size(key) if end is None else end
+        if last <= first:
+            return iter(())
+        try:
+            result = obstore.get(self._store, _checked(key), options={"range": (first, last)})
+        except (NotFoundError, FileNotFoundError) as error:
+            raise _missing(key) from error
+        return (bytes(chunk) for chunk in result.stream(min_chunk_size=CHUNK_BYTES // 8))
+
+    def get_to(self, key: str, path: Path) -> None:
+        """Write the object to a file, which is there under this name only once it is whole."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        try:
+            with part.open("wb") as file:
+                for chunk in self.stream(key):
+                    file.write(chunk)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def get_tree(self, prefix: str, folder: Path) -> None:
+        """Write every object beneath `prefix` to a file beneath `folder`."""
+        found = list(self.list(prefix))
+        if not found:
+            raise _missing(prefix)
+        for stored in found:
+            self.get_to(stored.key, folder / stored.key.removeprefix(prefix + "/"))
+
+    def list(self, prefix: str) -> Iterator[Stored]:
+        """The objects beneath `prefix`, in no order."""
+        for batch in obstore.list(self._store, prefix=_checked(prefix)):
+            yield from (Stored(meta["path"], meta["size"]) for meta in batch)
+
+    def delete(self, key: str) -> None:
+        """Remove an object; one that isn't there is fine."""
+        try:
+            obstore.delete(self._store, _checked(key))
+        except (NotFoundError, FileNotFoundError):
+            return
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove every object beneath `prefix`."""
+        for stored in list(self.list(prefix)):
+            self.delete(stored.key)
+
+
+def open_storage(url: str) -> Storage:
+    """The storage that `url` names: `file:///folder` or `s3://bucket/prefix`. S3 reads the usual `AWS_*` variables."""
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        folder = Path(url2pathname(parts.path))
+        folder.mkdir(parents=True, exist_ok=True)
+        return Storage(LocalStore(folder))
+    if parts.scheme == "s3":
+        return Storage(S3Store(parts.netloc, prefix=parts.path.strip("/") or None))
+    raise ValueError(f"storage URL {url!r} begins with neither file:// nor s3://")
+
+
+def _checked(key: str) -> str:
+    # Keys are made of our ids and of names that we check; this is the last door before a path.
+    if not _KEY.fullmatch(key) or any(part in {".", ".."} for part in key.split("/")):
+        raise ValueError(f"{key!r} is not a storage key")
+    return key
+
+
+def _missing(key: str) -> NotFound:
+    return NotFound(f"The stored object {key!r} is missing.")
