@@ -1,0 +1,117 @@
+"""What a job leaves behind: files in storage, a row for each, a name for the model. Rows come when all is there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from core import catalog, jobs
+from core.errors import InvalidMove, NotFound
+from core.models import Artifact, Job
+from core.services import Services
+from core.states import JobState
+from core.storage import Storage
+
+MANIFEST = "manifest.json"
+
+
+class Damaged(Exception):
+    """A file of the export is not what its manifest says."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    path: str
+    kind: str
+    bytes: int
+    sha256: str
+
+
+def publish(services: Services, job: Job, export: Path) -> None:
+    """Upload `export`, then list its files and name its model, if attempt `job.attempt` still holds the job.
+
+    Raises Damaged when a file differs from the manifest, and InvalidMove when the job was cancelled or taken over
+    meanwhile: then nothing of it can be seen. A later attempt's files take the place of an earlier one's.
+    """
+    found = _verified(export)
+    prefix = f"jobs/{job.id}/{job.attempt}/artifacts"
+    services.storage.put_tree(prefix, export)
+    has_model = any(file.kind == "model" for file in found)
+    shape = catalog.shape_of(export / "model") if has_model else None
+    with services.db.session() as session:
+        held = jobs.held(session, job.id, fence=job.attempt)
+        if held.state is JobState.CANCELLING:
+            raise InvalidMove("The job was cancelled before its result was published.")
+        session.execute(delete(Artifact).where(Artifact.job_id == job.id))
+        session.add_all(
+            Artifact(
+                job_id=job.id,
+                path=file.path,
+                kind=file.kind,
+                bytes=file.bytes,
+                sha256=file.sha256,
+                storage_key=f"{prefix}/{file.path}",
+            )
+            for file in found
+        )
+        if shape is not None:
+            held.result_model = catalog.publish_result(session, held, prefix=f"{prefix}/model", shape=shape).id
+
+
+def of_job(session: Session, job_id: str) -> Sequence[Artifact]:
+    """The files of a job's result, by path; none before it has one."""
+    return session.scalars(select(Artifact).where(Artifact.job_id == job_id).order_by(Artifact.path)).all()
+
+
+def of_jobs(session: Session, job_ids: Collection[str]) -> dict[str, list[Artifact]]:
+    """The files of several jobs' results at once; a job without a result is left out."""
+    found: dict[str, list[Artifact]] = {}
+    for artifact in session.scalars(
+        select(Artifact).where(Artifact.job_id.in_(job_ids)).order_by(Artifact.job_id, Artifact.path)
+    ):
+        found.setdefault(artifact.job_id, []).append(artifact)
+    return found
+
+
+def get(session: Session, job: Job, path: str) -> Artifact:
+    """One file of a job's result."""
+    artifact = session.get(Artifact, (job.id, path))
+    if artifact is None:
+        raise NotFound(f"Job {job.id} has no artifact {path!r}.", param="path")
+    return artifact
+
+
+def manifest(session: Session, storage: Storage, job_id: str) -> dict[str, Any] | None:
+    """What made the result, and the hash of each file; None before there is a result."""
+    artifact = session.get(Artifact, (job_id, MANIFEST))
+    if artifact is None:
+        return None
+    return cast("dict[str, Any]", json.loads(b"".join(storage.stream(artifact.storage_key))))
+
+
+def _verified(export: Path) -> list[_Found]:
+    """The files that the manifest names, each of which is what it says, and the manifest itself, last."""
+    manifest_path = export / MANIFEST
+    listed = json.loads(manifest_path.read_text(encoding="utf-8"))["files"]
+    found = [_Found(entry["path"], _kind(entry["path"]), entry["bytes"], entry["sha256"]) for entry in listed]
+    for file in found:
+        if _sha256(export / file.path) != file.sha256:
+            raise Damaged(f"{file.path} is not what the manifest says; the disk may be at fault")
+    size = manifest_path.stat().st_size
+    return [*found, _Found(MANIFEST, "manifest", size, _sha256(manifest_path))]
+
+
+def _kind(path: str) -> str:
+    return path.partition("/")[0]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,85 @@
+"""Checkpoints in storage: uploaded by the attempt that made them, listed once whole, and where the next one starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core import hints, history, jobs, paging
+from core.db import after_commit
+from core.models import Checkpoint, Job, new_id
+from core.paging import Page
+from core.services import Services
+from core.storage import Storage
+
+
+def publish(
+    services: Services, job_id: str, *, fence: int, step: int, folder: Path, metrics: Mapping[str, Any]
+) -> Checkpoint:
+    """Upload `folder`, then list it, if attempt `fence` still holds the job; InvalidMove otherwise.
+
+    Progress is safe from here on: the count of losses starts anew. A later attempt's checkpoint of a step takes the
+    place of an earlier one's.
+    """
+    prefix = f"jobs/{job_id}/{fence}/checkpoints/step-{step:08d}"
+    size = sum(stored.bytes for stored in services.storage.put_tree(prefix, folder))
+    with services.db.session() as session:
+        job = jobs.held(session, job_id, fence=fence)
+        checkpoint = session.scalars(
+            select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.step == step)
+        ).one_or_none()
+        if checkpoint is None:
+            checkpoint = Checkpoint(id=new_id("ckpt"), job_id=job_id, step=step)
+            session.add(checkpoint)
+        elif checkpoint.storage_prefix != prefix:
+            _forget_later(session, services.storage, checkpoint.storage_prefix)
+        checkpoint.attempt, checkpoint.storage_prefix = fence, prefix
+        checkpoint.bytes, checkpoint.metrics = size, dict(metrics)
+        job.losses = 0
+        history.add(
+            session,
+            job,
+            type="checkpoint",
+            message=f"step {step}: checkpoint saved",
+            data={"id": checkpoint.id, "step": step, "bytes": size, "metrics": dict(metrics)},
+        )
+        session.flush()
+        hints.ring(session, job_id)
+    return checkpoint
+
+
+def prune(services: Services, job_id: str, *, keep: int) -> None:
+    """Forget all but the newest `keep`."""
+    with services.db.session() as session:
+        for old in _newest_first(session, job_id)[keep:]:
+            session.delete(old)
+            _forget_later(session, services.storage, old.storage_prefix)
+
+
+def latest(session: Session, job_id: str) -> Checkpoint | None:
+    """Where the next attempt starts; None: at the beginning."""
+    return next(iter(_newest_first(session, job_id)), None)
+
+
+def page(session: Session, job: Job, *, after: str | None = None, limit: int = 10) -> Page[Checkpoint]:
+    """A job's checkpoints, newest first."""
+    query = select(Checkpoint).where(Checkpoint.job_id == job.id)
+    return paging.by_age(session, query, Checkpoint.created_at, Checkpoint.id, after=after, limit=limit)
+
+
+def stage(storage: Storage, checkpoint: Checkpoint, into: Path) -> None:
+    """Bring a checkpoint's files to a folder."""
+    storage.get_tree(checkpoint.storage_prefix, into)
+
+
+def _newest_first(session: Session, job_id: str) -> Sequence[Checkpoint]:
+    return session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step.desc())).all()
+
+
+def _forget_later(session: Session, storage: Storage, prefix: str) -> None:
+    # After the commit: a row whose files are gone would be worse than files without a row.
+    after_commit(session, lambda: storage.delete_tree(prefix))

@@ -1,0 +1,123 @@
+"""What becomes of an engine event: a row of the history, metric rows, and the job's progress.
+
+Only for those who hold the lock of the job's row: `jobs.record` and `checkpoints.publish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from core.models import Job, JobEvent, Metric
+from engine.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Failed,
+    Log,
+    Started,
+    Step,
+)
+
+STEP_METRICS = ("loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "memory_bytes")
+"""Numbers of a step that become metrics, under their own names."""
+EVALUATION_METRICS = {"validation_loss": "loss", "validation_token_accuracy": "token_accuracy"}
+"""Metric name and the field of `Evaluated` it is."""
+
+_SMOOTHING = 0.1
+"""Weight of the newest step in the mean step time that the ETA is made from."""
+
+
+def append(session: Session, job: Job, event: Event) -> None:
+    """Write `event` to the history of a job whose row is locked; leave out what an earlier attempt already told."""
+    match event:
+        case Started():
+            job.progress = job.progress | {"total_steps": event.total_steps, "step": job.last_step}
+        case Step():
+            if event.step <= job.last_step:
+                return
+            job.last_step = event.step
+            _metrics(session, job, event.step, {name: getattr(event, name) for name in STEP_METRICS})
+            job.progress = job.progress | _progress(job.progress, event)
+        case Evaluated():
+            session.flush()
+            if session.get(Metric, (job.id, "validation_loss", event.step)):
+                return
+            _metrics(session, job, event.step, {name: getattr(event, of) for name, of in EVALUATION_METRICS.items()})
+            job.progress = job.progress | {"validation_loss": event.loss}
+        case CheckpointSaved():
+            return
+        case _:
+            pass
+    add(
+        session,
+        job,
+        type=event.type,
+        level=event.level if isinstance(event, Log) else "error" if isinstance(event, Failed) else "info",
+        message=_WORDS[event.type](event),
+        data=event.model_dump(mode="json", exclude={"seq", "time", "type", "level"}),
+        created_at=event.time or None,
+    )
+
+
+def add(
+    session: Session,
+    job: Job,
+    *,
+    type: str,
+    message: str,
+    data: dict[str, Any],
+    level: str = "info",
+    created_at: float | None = None,
+) -> JobEvent:
+    """One more event of a job whose row is locked."""
+    job.last_event += 1
+    event = JobEvent(
+        job_id=job.id, seq=job.last_event, attempt=job.attempt, type=type, level=level, message=message, data=data
+    )
+    if created_at is not None:
+        event.created_at = created_at
+    session.add(event)
+    return event
+
+
+def _metrics(session: Session, job: Job, step: int, values: dict[str, float | None]) -> None:
+    session.add_all(
+        Metric(job_id=job.id, name=name, step=step, value=float(value))
+        for name, value in values.items()
+        if value is not None
+    )
+
+
+def _progress(before: dict[str, Any], step: Step) -> dict[str, Any]:
+    usual = before.get("step_seconds") or step.step_seconds
+    seconds = usual + _SMOOTHING * (step.step_seconds - usual)
+    total = before.get("total_steps")
+    return {
+        "step": step.step,
+        "tokens": step.tokens,
+        "loss": step.loss,
+        "tokens_per_second": step.tokens_per_second,
+        "mfu": step.mfu,
+        "step_seconds": seconds,
+        "percent": round(100 * step.step / total, 2) if total else None,
+        "eta_seconds": round(seconds * max(0, total - step.step), 3) if total else None,
+    }
+
+
+_WORDS: dict[str, Callable[[Any], str]] = {
+    "started": lambda event: (
+        f"training {event.trainable_parameters:,} of {event.parameters:,} parameters on {event.ranks} "
+        f"{'rank' if event.ranks == 1 else 'ranks'} ({event.device}), "
+        f"steps {event.start_step + 1} to {event.total_steps}"
+    ),
+    "step": lambda event: f"step {event.step}: loss {event.loss:.4f}",
+    "evaluated": lambda event: f"step {event.step}: validation loss {event.loss:.4f}",
+    "log": lambda event: event.message,
+    "progress": lambda event: f"{event.phase}: {event.done:,} of {event.total:,} {event.unit}",
+    "finished": lambda event: f"finished after {event.step} steps and {event.tokens:,} tokens",
+    "stopped": lambda event: f"stopped after step {event.step}",
+    "failed": lambda event: event.message,
+}

@@ -1,0 +1,490 @@
+"""A job's life: asked for, placed, claimed, recorded, ended. The only writer of `Job.state`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, func, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from core import catalog, files, hints, history, nodes, paging
+from core.db import lock
+from core.errors import InvalidMove, InvalidSpec, NotFound
+from core.failures import failure
+from core.keys import Account
+from core.models import Job, JobEvent, Slot, database_now, new_id
+from core.paging import Page
+from core.resolve import resolve
+from core.settings import Settings
+from core.spec import JobSpec
+from core.states import HELD, TERMINAL, JobState, sources
+from engine.events import Event, Started
+
+S = JobState
+
+RETRY_WINDOW = timedelta(minutes=10)
+"""How long an identical create that says it is a retry is taken for one."""
+_FIRST_BACK_OFF = 1.0
+_LONGEST_BACK_OFF = 300.0
+
+
+# Asking
+
+
+def create(
+    session: Session,
+    owner: Account,
+    spec: JobSpec,
+    *,
+    settings: Settings,
+    idempotency_key: str | None = None,
+    request_digest: str | None = None,
+    retried: bool = False,
+) -> Job:
+    """Queue a job; or return the one that this very request made before.
+
+    The same `idempotency_key` within a project is the same request; without one, the same `request_digest` is, if the
+    client says that it `retried`.
+    """
+    if earlier := _earlier(session, owner, idempotency_key, request_digest, retried=retried):
+        return earlier
+    base = catalog.facts(session, owner, spec.model.base, models=settings.models) if spec.model.base else None
+    uploads = {id_: files.facts(session, owner, id_, param=param) for param, id_ in spec.files()}
+    resolution = resolve(spec, base=base, files=uploads, cluster=nodes.cluster(session))
+    job = Job(
+        id=new_id("job"),
+        project_id=owner.project_id,
+        kind=spec.kind,
+        name=spec.name,
+        labels=dict(spec.labels),
+        priority=spec.priority,
+        max_runtime=spec.max_runtime.total_seconds() if spec.max_runtime else None,
+        spec=spec.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        run_config=resolution.run.model_dump(mode="json"),
+        plan=resolution.plan,
+        base_model=base.name if base else None,
+        slots=resolution.slots,
+        state=S.QUEUED,
+        queue_reason="waits for the scheduler's next look",
+        idempotency_key=idempotency_key,
+        request_digest=request_digest,
+        last_event=1,
+    )
+    try:
+        with session.begin_nested():
+            session.add(job)
+            session.flush()
+    except IntegrityError:
+        # Two requests with one key at once: the other was first.
+        if earlier := _earlier(session, owner, idempotency_key, request_digest, retried=retried):
+            return earlier
+        raise
+    session.add(_state_event(job, "queued"))
+    session.flush()
+    hints.nudge(session)
+    return job
+
+
+def digest(owner: Account, body: bytes) -> str:
+    """What makes two creates the same request: who holds the key, and the body."""
+    return hashlib.sha256(owner.key_id.encode() + b"\0" + body).hexdigest()
+
+
+def _earlier(
+    session: Session, owner: Account, idempotency_key: str | None, request_digest: str | None, *, retried: bool
+) -> Job | None:
+    mine = select(Job).where(Job.project_id == owner.project_id)
+    if idempotency_key is not None:
+        job = session.scalars(mine.where(Job.idempotency_key == idempotency_key)).one_or_none()
+        if job is not None and request_digest is not None and job.request_digest not in {None, request_digest}:
+            raise InvalidSpec(
+                f"The Idempotency-Key {idempotency_key!r} made job {job.id} from another body; use a new key.",
+                param="Idempotency-Key",
+            )
+        return job
+    if request_digest is None:
+        return None
+    # The first try may still be on its way; what it does must be visible before the retry looks.
+    lock(session, f"create {request_digest}")
+    if not retried:
+        return None
+    return session.scalars(
+        mine.where(Job.request_digest == request_digest, Job.created_at > database_now() - RETRY_WINDOW.total_seconds())
+        .order_by(Job.created_at.desc())
+        .limit(1)
+    ).one_or_none()
+
+
+# Looking
+
+
+def get(session: Session, owner: Account, job_id: str) -> Job:
+    """A job of the owner's project."""
+    job = session.scalars(select(Job).where(Job.id == job_id, Job.project_id == owner.project_id)).one_or_none()
+    if job is None:
+        raise NotFound(f"There is no job {job_id!r}.")
+    return job
+
+
+def find(session: Session, job_id: str) -> Job:
+    """A job, whoever owns it: for the service's own parts."""
+    job = session.get(Job, job_id)
+    if job is None:
+        raise NotFound(f"There is no job {job_id!r}.")
+    return job
+
+
+def count_by_state(session: Session) -> dict[JobState, int]:
+    """How many jobs there are in each state, of all projects."""
+    counts = session.execute(select(Job.state, func.count()).group_by(Job.state))
+    return {state: count for state, count in counts}
+
+
+def page(
+    session: Session,
+    owner: Account,
+    *,
+    after: str | None = None,
+    limit: int = 20,
+    state: JobState | None = None,
+    kind: str | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> Page[Job]:
+    """The project's jobs, newest first. `labels` must all be there."""
+    query = select(Job).where(Job.project_id == owner.project_id)
+    if state is not None:
+        query = query.where(Job.state == state)
+    if kind is not None:
+        query = query.where(Job.kind == kind)
+    for name, value in (labels or {}).items():
+        query = query.where(Job.labels[name].as_string() == value)
+    return paging.by_age(session, query, Job.created_at, Job.id, after=after, limit=limit)
+
+
+def owned(session: Session, owner: Account, job_ids: Collection[str]) -> set[str]:
+    """Which of these jobs are the owner's project's."""
+    query = select(Job.id).where(Job.project_id == owner.project_id, Job.id.in_(job_ids))
+    return set(session.scalars(query))
+
+
+# Wishing
+
+
+def cancel(session: Session, owner: Account, job_id: str) -> Job:
+    """End the job: at once where nothing runs, else as soon as its processes are gone. Asking twice is fine."""
+    job = _locked(session, job_id, Job.project_id == owner.project_id)
+    if job.state in {S.CANCELLED, S.CANCELLING}:
+        return job
+    if job.state in TERMINAL:
+        raise InvalidMove(f"The job has already {_words(job.state)}; there is nothing left to cancel.")
+    return move(session, job_id, S.CANCELLED if _nothing_runs(job) else S.CANCELLING)
+
+
+def pause(session: Session, owner: Account, job_id: str) -> Job:
+    """Give the slots back and keep the progress: at once where nothing runs, else after a checkpoint."""
+    job = _locked(session, job_id, Job.project_id == owner.project_id)
+    if job.state in {S.PAUSED, S.PAUSING}:
+        return job
+    if job.state in TERMINAL or job.state is S.CANCELLING:
+        raise InvalidMove(f"The job {_words(job.state)} and can't be paused.")
+    return move(session, job_id, S.PAUSED if _nothing_runs(job) else S.PAUSING)
+
+
+def resume(session: Session, owner: Account, job_id: str) -> Job:
+    """Queue a paused job again; it goes on from its newest checkpoint."""
+    job = _locked(session, job_id, Job.project_id == owner.project_id)
+    if job.state in {S.QUEUED, S.STARTING, S.RUNNING}:
+        return job
+    if job.state is not S.PAUSED:
+        raise InvalidMove(f"The job {_words(job.state)}; only a paused one can be resumed.")
+    return _move(session, job_id, S.QUEUED, [], message="resumed", losses=0, retry_at=None)
+
+
+def _nothing_runs(job: Job) -> bool:
+    return job.state not in HELD or (job.state is S.STARTING and job.holder is None)
+
+
+# Moving
+
+
+def move(
+    session: Session,
+    job_id: str,
+    to: JobState,
+    *,
+    fence: int | None = None,
+    message: str | None = None,
+    error: Mapping[str, Any] | None = None,
+    result_model: str | None = None,
+) -> Job:
+    """Change the state. InvalidMove unless `MOVES` allows it and, with a `fence`, that attempt still holds the job."""
+    values: dict[str, Any] = {}
+    if error is not None:
+        values["error"] = dict(error)
+        message = message or error.get("message")
+    if result_model is not None:
+        values["result_model"] = result_model
+    return _move(session, job_id, to, [] if fence is None else _held_by(fence), message=message, **values)
+
+
+def place(session: Session, job_id: str, node: str, slots: Collection[int], *, claim_within: timedelta) -> Job:
+    """Give a queued job these slots of `node`, where a supervisor has `claim_within` to claim it. For the scheduler."""
+    job = _move(
+        session,
+        job_id,
+        S.STARTING,
+        [],
+        message=f"placed on {node}",
+        node=node,
+        queue_reason=None,
+        retry_at=None,
+        lease_expires_at=database_now() + claim_within.total_seconds(),
+    )
+    taken = session.execute(
+        update(Slot)
+        .where(Slot.node == node, Slot.index.in_(slots), Slot.job_id.is_(None))
+        .values(job_id=job_id)
+        .returning(Slot.index)
+    ).all()
+    assert len(taken) == len(slots), f"slots {sorted(slots)} of {node} are not free"
+    hints.start(session, job_id, node)
+    return job
+
+
+def _move(
+    session: Session,
+    job_id: str,
+    to: JobState,
+    where: Sequence[ColumnElement[bool]],
+    *,
+    message: str | None = None,
+    **values: Any,
+) -> Job:
+    session.flush()
+    job = session.scalars(
+        update(Job)
+        .where(Job.id == job_id, Job.state.in_(sources(to)), *where)
+        .values({"state": to, "last_event": Job.last_event + 1, **_implied(to), **values})
+        .returning(Job)
+        .execution_options(synchronize_session=False, populate_existing=True)
+    ).one_or_none()
+    if job is None:
+        raise _refusal(session, job_id, to)
+    session.add(_state_event(job, message))
+    if to not in HELD:
+        session.execute(update(Slot).where(Slot.job_id == job_id).values(job_id=None))
+        hints.nudge(session)
+    session.flush()
+    hints.ring(session, job_id)
+    return job
+
+
+def _implied(to: JobState) -> dict[str, Any]:
+    """What a state says about the other columns."""
+    values: dict[str, Any] = {}
+    if to not in HELD:
+        values |= {"node": None, "holder": None, "lease_expires_at": None}
+    if to in TERMINAL:
+        values |= {"finished_at": database_now(), "retry_at": None}
+    if to is S.QUEUED:
+        values["queue_reason"] = "waits for the scheduler's next look"
+    elif to not in HELD:
+        values["queue_reason"] = None
+    if to is S.RUNNING:
+        values["started_at"] = func.coalesce(Job.started_at, database_now())
+    return values
+
+
+def _refusal(session: Session, job_id: str, to: JobState) -> NotFound | InvalidMove:
+    job = session.scalars(select(Job).where(Job.id == job_id).execution_options(populate_existing=True)).one_or_none()
+    if job is None:
+        return NotFound(f"There is no job {job_id!r}.")
+    if job.state not in sources(to):
+        return InvalidMove(f"The job {_words(job.state)}; it can't become {to}.")
+    return InvalidMove("Another attempt holds this job now, or nobody does; this one was replaced.")
+
+
+def _words(state: JobState) -> str:
+    return {S.SUCCEEDED: "succeeded", S.FAILED: "failed"}.get(state, f"is {state}")
+
+
+def _state_event(job: Job, message: str | None) -> JobEvent:
+    data: dict[str, Any] = {"state": job.state.value}
+    if job.node is not None:
+        data["node"] = job.node
+    if job.error is not None:
+        data["error"] = job.error
+    if job.result_model is not None:
+        data["model"] = job.result_model
+    return JobEvent(
+        job_id=job.id,
+        seq=job.last_event,
+        attempt=job.attempt,
+        type="state",
+        level="error" if job.state is S.FAILED else "info",
+        message=message or job.state.value,
+        data=data,
+    )
+
+
+# Holding: what a supervisor does to the job it runs
+
+
+def claim(session: Session, job_id: str, holder: str, lease: timedelta, *, node: str) -> Job | None:
+    """Take a job that was placed on `node`, which raises its attempt; None if it is not, or no longer, to be had."""
+    return session.scalars(
+        update(Job)
+        .where(Job.id == job_id, Job.state == S.STARTING, Job.holder.is_(None), Job.node == node)
+        .values(
+            attempt=Job.attempt + 1,
+            holder=holder,
+            engine_seq=0,
+            lease_expires_at=database_now() + lease.total_seconds(),
+        )
+        .returning(Job)
+        .execution_options(synchronize_session=False, populate_existing=True)
+    ).one_or_none()
+
+
+def renew(session: Session, job_id: str, *, fence: int, lease: timedelta) -> Job | None:
+    """Keep the job for another `lease`; its state tells what is wished. None: it is lost, end everything at once."""
+    return session.scalars(
+        update(Job)
+        .where(Job.id == job_id, Job.state.in_(HELD), *_held_by(fence))
+        .values(lease_expires_at=database_now() + lease.total_seconds())
+        .returning(Job)
+        .execution_options(synchronize_session=False, populate_existing=True)
+    ).one_or_none()
+
+
+def held(session: Session, job_id: str, *, fence: int) -> Job:
+    """The job, its row locked until the commit; InvalidMove unless attempt `fence` holds it."""
+    job = _locked(session, job_id)
+    if job.attempt != fence or job.holder is None or job.state not in HELD:
+        raise InvalidMove("Another attempt holds this job now, or nobody does; this one was replaced.")
+    return job
+
+
+def record(session: Session, job_id: str, *, fence: int, events: Sequence[Event]) -> int:
+    """Write down what the engine said, each event and each step once. Returns how many events were new.
+
+    `seq` is given out under the row's lock, so it is the order of commits and has no holes. Steps that an earlier
+    attempt already recorded are dropped. `checkpoint` events are left to `checkpoints.publish`, when they have become
+    true for everyone. Raises InvalidMove if the attempt was replaced.
+    """
+    job = held(session, job_id, fence=fence)
+    before = job.last_event
+    for event in events:
+        if event.seq and event.seq <= job.engine_seq:
+            continue
+        job.engine_seq = event.seq or job.engine_seq
+        if isinstance(event, Started) and job.state is S.STARTING:
+            job = move(session, job_id, S.RUNNING, fence=fence)
+        history.append(session, job, event)
+    session.flush()
+    hints.ring(session, job_id)
+    return job.last_event - before
+
+
+def requeue(session: Session, job_id: str, *, fence: int, reason: str) -> Job:
+    """Give the job back unharmed, because its host goes down. Not a loss, and it may start again at once.
+
+    A wish to cancel or pause that was pending comes true instead.
+    """
+    job = held(session, job_id, fence=fence)
+    return move(session, job_id, _AFTER_HOLDING.get(job.state, S.QUEUED), fence=fence, message=reason)
+
+
+def lose(
+    session: Session,
+    job_id: str,
+    *,
+    fence: int,
+    reason: str,
+    max_losses: int,
+    error: Mapping[str, Any] | None = None,
+) -> Job:
+    """The attempt is gone: queue the job again after a back-off, or fail it with `error` after too many in a row.
+
+    A wish to cancel or pause that was pending comes true instead.
+    """
+    job = held(session, job_id, fence=fence)
+    return _lose(session, job, reason=reason, max_losses=max_losses, error=error)
+
+
+_AFTER_HOLDING = {S.CANCELLING: S.CANCELLED, S.PAUSING: S.PAUSED}
+
+
+def _lose(session: Session, job: Job, *, reason: str, max_losses: int, error: Mapping[str, Any] | None = None) -> Job:
+    if to := _AFTER_HOLDING.get(job.state):
+        return _move(session, job.id, to, [], message=reason)
+    losses = job.losses + 1
+    if losses >= max_losses:
+        last = dict(error or failure("lease_lost", reason))
+        last["message"] = f"{last['message']} ({losses} attempts in a row were lost)"
+        return _move(session, job.id, S.FAILED, [], message=last["message"], error=last, losses=losses)
+    wait = back_off(losses)
+    return _move(
+        session,
+        job.id,
+        S.QUEUED,
+        [],
+        message=reason,
+        losses=losses,
+        retry_at=database_now() + wait,
+        queue_reason=f"attempt {job.attempt} was lost: {reason}; tries again {wait:g} s after that",
+    )
+
+
+def back_off(losses: int) -> float:
+    """Seconds to wait after that many losses in a row: short after the first, which is mostly a host's, then longer."""
+    return float(min(_FIRST_BACK_OFF * 4.0 ** (losses - 1), _LONGEST_BACK_OFF))
+
+
+# Keeping up
+
+
+def reclaim(session: Session, *, max_losses: int) -> list[Job]:
+    """Take back each job whose holder fell silent past its lease, or which nobody claimed in time."""
+    # Locked rows are about to be renewed or ended by somebody: they aren't silent.
+    silent = session.scalars(
+        select(Job).where(*_expired()).with_for_update(skip_locked=True).execution_options(populate_existing=True)
+    ).all()
+    return [
+        _move(session, job.id, S.QUEUED, [], message=f"{job.node} did not start it in time")
+        if job.holder is None
+        else _lose(session, job, reason=f"{job.node} fell silent", max_losses=max_losses)
+        for job in silent
+    ]
+
+
+def expired(session: Session) -> Sequence[Job]:
+    """Jobs that `reclaim` would take back."""
+    return session.scalars(select(Job).where(*_expired())).all()
+
+
+def unclaimed(session: Session) -> Sequence[Job]:
+    """Jobs that were placed and not claimed: their start may have been lost and can be sent again."""
+    return session.scalars(select(Job).where(Job.state == S.STARTING, Job.holder.is_(None))).all()
+
+
+def _expired() -> list[ColumnElement[bool]]:
+    return [Job.state.in_(HELD), Job.lease_expires_at < database_now()]
+
+
+def _held_by(fence: int) -> list[ColumnElement[bool]]:
+    # Between a loss and the next claim the number still stands, but nobody holds the job.
+    return [Job.attempt == fence, Job.holder.is_not(None)]
+
+
+def _locked(session: Session, job_id: str, *where: ColumnElement[bool]) -> Job:
+    job = session.scalars(
+        select(Job).where(Job.id == job_id, *where).with_for_update().execution_options(populate_existing=True)
+    ).one_or_none()
+    if job is None:
+        raise NotFound(f"There is no job {job_id!r}.")
+    return job
