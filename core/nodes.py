@@ -1,0 +1,116 @@
+"""Hosts that run jobs: what they offer, and whether the database has heard of them lately."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from sqlalchemy import ColumnElement, delete, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from core import hints
+from core.errors import NotFound
+from core.models import Node, Slot, database_now
+from core.resolve import ClusterFacts
+
+HEARTBEAT = timedelta(seconds=5)
+"""How often a node says that it lives."""
+DEAD_AFTER = 3 * HEARTBEAT
+"""Silence after which it gets nothing new. What it runs comes back when the leases end."""
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """A node as a reader sees it."""
+
+    node: Node
+    is_alive: bool
+    slots: Sequence[Slot]
+    """By index; `job_id` tells who holds each."""
+
+
+def register(
+    session: Session,
+    name: str,
+    *,
+    device: str,
+    num_slots: int,
+    slot_memory_bytes: int | None = None,
+    slot_peak_flops: float | None = None,
+) -> Node:
+    """A host is up and offers its slots. What its name ran before keeps its slots until it ends."""
+    offer = {
+        "device": device,
+        "num_slots": num_slots,
+        "slot_memory_bytes": slot_memory_bytes,
+        "slot_peak_flops": slot_peak_flops,
+        "heartbeat_at": database_now(),
+        "draining": False,
+    }
+    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+    session.execute(
+        insert(Node).values(name=name, **offer).on_conflict_do_update(index_elements=[Node.name], set_=offer)
+    )
+    session.execute(
+        insert(Slot)
+        .values([{"node": name, "index": index, "job_id": None} for index in range(num_slots)])
+        .on_conflict_do_nothing()
+    )
+    session.execute(delete(Slot).where(Slot.node == name, Slot.index >= num_slots, Slot.job_id.is_(None)))
+    hints.nudge(session)
+    return session.scalars(select(Node).where(Node.name == name).execution_options(populate_existing=True)).one()
+
+
+def heartbeat(session: Session, name: str) -> None:
+    """The host lives. NotFound if it was never registered, or forgotten: register it again."""
+    _change(session, name, heartbeat_at=database_now())
+
+
+def drain(session: Session, name: str) -> None:
+    """Give this host nothing new; registering it again ends that."""
+    _change(session, name, draining=True)
+
+
+def alive(session: Session) -> Sequence[Node]:
+    """Hosts heard lately that aren't going down, by name."""
+    return session.scalars(select(Node).where(_lives(), Node.draining.is_(False)).order_by(Node.name)).all()
+
+
+def listing(session: Session) -> list[NodeStatus]:
+    """Every host that ever registered, by name, and who holds its slots."""
+    living = {node.name for node in session.scalars(select(Node).where(_lives()))}
+    slots: dict[str, list[Slot]] = {}
+    for slot in session.scalars(select(Slot).order_by(Slot.node, Slot.index)):
+        slots.setdefault(slot.node, []).append(slot)
+    return [
+        NodeStatus(node, is_alive=node.name in living, slots=slots.get(node.name, []))
+        for node in session.scalars(select(Node).order_by(Node.name))
+    ]
+
+
+def cluster(session: Session) -> ClusterFacts:
+    """What a job may count on. Hosts that are down for the moment count too; those that offer GPUs come first."""
+    known = session.scalars(select(Node)).all()
+    device = "cuda" if any(node.device == "cuda" for node in known) else "cpu"
+    usable = [node for node in known if node.device == device]
+    memories = [node.slot_memory_bytes for node in usable]
+    return ClusterFacts(
+        device="cuda" if device == "cuda" else "cpu",
+        largest_node=max((node.num_slots for node in usable), default=None),
+        slot_memory_bytes=max((memory for memory in memories if memory is not None), default=None)
+        if None not in memories
+        else None,
+        slot_peak_flops=min((node.slot_peak_flops for node in usable if node.slot_peak_flops), default=None),
+    )
+
+
+def _lives() -> ColumnElement[bool]:
+    return Node.heartbeat_at > database_now() - DEAD_AFTER.total_seconds()
+
+
+def _change(session: Session, name: str, **values: object) -> None:
+    changed = session.scalars(update(Node).where(Node.name == name).values(values).returning(Node.name)).one_or_none()
+    if changed is None:
+        raise NotFound(f"There is no node {name!r}.")

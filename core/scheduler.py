@@ -1,0 +1,169 @@
+"""Who runs next, and where: a pure decision, and one transaction that carries it out.
+
+Higher priority first, then age. The first waiting job that can't start now, though some node is large enough for it,
+reserves the node where most is free: later jobs may use the others only. So a large job waits for the jobs that run
+there already and for none that came after it. Everything behind it that fits elsewhere starts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from sqlalchemy import ColumnElement, and_, func, or_, select, update
+from sqlalchemy.orm import Session
+
+from core import jobs, nodes
+from core.db import lock
+from core.models import Job, Slot, database_now
+from core.states import JobState
+
+CLAIM_WITHIN = timedelta(seconds=60)
+"""How long a placed job may stay without a supervisor before it is taken back."""
+
+NO_WORKER = "no worker is online: start one with `trainshed serve` or `trainshed worker`"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A job and the slots it is given."""
+
+    job_id: str
+    node: str
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A queued job, as far as placing it goes."""
+
+    job_id: str
+    needs: int
+
+
+@dataclass(frozen=True)
+class Host:
+    """A node that takes jobs."""
+
+    name: str
+    device: str
+    num_slots: int
+    free: tuple[int, ...]
+    """Indices of its free slots, in order."""
+
+
+@dataclass
+class Decision:
+    """What starts now, and why the rest doesn't."""
+
+    placements: list[Placement] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def decide(waiting: Sequence[Waiting], hosts: Sequence[Host]) -> Decision:
+    """Place what can be placed, in the order given."""
+    decision = Decision()
+    free = {host.name: list(host.free) for host in hosts}
+    reserved: tuple[str, str] | None = None
+    for job in waiting:
+        able = [host for host in hosts if host.num_slots >= job.needs]
+        allowed = [host for host in able if reserved is None or host.name != reserved[0]]
+        if host := _best([host for host in allowed if len(free[host.name]) >= job.needs], free):
+            slots = tuple(free[host.name][: job.needs])
+            del free[host.name][: job.needs]
+            decision.placements.append(Placement(job.job_id, host.name, slots))
+            continue
+        decision.reasons[job.job_id] = _reason(job, hosts, able, allowed, free, reserved)
+        if able and reserved is None:
+            nearest = max(able, key=lambda host: (len(free[host.name]), host.name))
+            reserved = (nearest.name, job.job_id)
+    return decision
+
+
+def _best(hosts: Sequence[Host], free: dict[str, list[int]]) -> Host | None:
+    """GPUs before CPUs; then the tightest fit, so that large gaps stay for large jobs."""
+    return min(hosts, key=lambda host: (host.device != "cuda", len(free[host.name]), host.name), default=None)
+
+
+def _reason(
+    job: Waiting,
+    hosts: Sequence[Host],
+    able: Sequence[Host],
+    allowed: Sequence[Host],
+    free: dict[str, list[int]],
+    reserved: tuple[str, str] | None,
+) -> str:
+    if not hosts:
+        return NO_WORKER
+    needs = f"needs {job.needs} {_slots(job.needs)}"
+    if not able:
+        return f"{needs}; the largest node that is online has {max(host.num_slots for host in hosts)}"
+    most = max((len(free[host.name]) for host in allowed), default=0)
+    if reserved and len(free[reserved[0]]) >= job.needs:
+        return f"{needs}; {most} {_are(most)} free, and {reserved[0]} is kept for job {reserved[1]}, which is next"
+    return f"{needs}, {most} {_are(most)} free"
+
+
+def _slots(count: int) -> str:
+    return "slot" if count == 1 else "slots"
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def tick(session: Session, *, claim_within: timedelta = CLAIM_WITHIN) -> list[Placement]:
+    """Give free slots to queued jobs, tell their nodes after the commit, and write down why the rest waits."""
+    lock(session, "scheduler")
+    queued = session.execute(select(Job.id, Job.slots, Job.queue_reason).where(_ready()).order_by(*_ORDER)).all()
+    if not queued:
+        return []
+    decision = decide([Waiting(job_id, needs) for job_id, needs, _ in queued], _hosts(session))
+    for placement in decision.placements:
+        jobs.place(session, placement.job_id, placement.node, placement.slots, claim_within=claim_within)
+    changed = [
+        {"id": job_id, "queue_reason": decision.reasons[job_id]}
+        for job_id, _, reason in queued
+        if job_id in decision.reasons and decision.reasons[job_id] != reason
+    ]
+    if changed:
+        session.execute(update(Job), changed)
+    return decision.placements
+
+
+def position(session: Session, job: Job) -> int | None:
+    """1 for the job that is next; None when it isn't queued."""
+    if job.state is not JobState.QUEUED:
+        return None
+    ahead = or_(
+        Job.priority > job.priority,
+        and_(Job.priority == job.priority, Job.created_at < job.created_at),
+        and_(Job.priority == job.priority, Job.created_at == job.created_at, Job.id < job.id),
+    )
+    count = session.scalar(select(func.count()).where(Job.state == JobState.QUEUED, ahead))
+    return 1 + (count or 0)
+
+
+_ORDER = (Job.priority.desc(), Job.created_at, Job.id)
+
+
+def _ready() -> ColumnElement[bool]:
+    return and_(Job.state == JobState.QUEUED, or_(Job.retry_at.is_(None), Job.retry_at <= database_now()))
+
+
+def _hosts(session: Session) -> list[Host]:
+    free: dict[str, list[int]] = {}
+    for node, index in session.execute(
+        select(Slot.node, Slot.index).where(Slot.job_id.is_(None)).order_by(Slot.node, Slot.index)
+    ):
+        free.setdefault(node, []).append(index)
+    return [
+        Host(
+            node.name,
+            node.device,
+            node.num_slots,
+            tuple(index for index in free.get(node.name, ()) if index < node.num_slots),
+        )
+        for node in nodes.alive(session)
+    ]
