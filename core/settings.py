@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+_LONGEST_SOCKET_PATH = 100
+"""The kernel takes 107 bytes on Linux and 103 on macOS."""
 
 
 def _either(name: str) -> AliasChoices:
@@ -76,8 +81,12 @@ class Settings(BaseSettings):
 
     @property
     def broker_socket(self) -> Path:
-        """Where the bundled Valkey listens."""
-        return self.data_dir.absolute() / "broker" / "valkey.sock"
+        """Where the bundled Valkey listens: beneath `data_dir`, or in a folder of our own if that path is too long."""
+        path = self.data_dir.absolute() / "broker" / "valkey.sock"
+        if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
+            return path
+        short = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"trainshed-{os.getuid()}-{short}" / "valkey.sock"
 
     @property
     def models(self) -> Path:

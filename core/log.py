@@ -1,0 +1,43 @@
+"""Structured logs: for people on a terminal, else JSON lines. Never a key, a password in a URL, or training data."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+
+def setup(level: str = "INFO") -> None:
+    """Send structlog's and the standard library's records to standard error in one form. Call it once per process."""
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+    on_terminal = sys.stderr.isatty()
+    rendering: list[structlog.typing.Processor] = (
+        [structlog.dev.ConsoleRenderer()]
+        if on_terminal
+        else [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+    for noisy in ("httpx", "httpcore", "kombu", "amqp", "alembic.runtime.plugins"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -1,0 +1,47 @@
+"""The parts that a process of the service works with, opened once and passed down."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from core.bell import Bell
+from core.db import Database
+from core.queue import Queue
+from core.sampling import Sampler
+from core.settings import Settings
+from core.storage import Storage, open_storage
+
+
+class Services:
+    """Database, storage, queue, bell and sampler, as the settings say. Nothing connects before it is used."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.queue = Queue(settings)
+        self.bell = Bell(settings.redis)
+        self.sampler = Sampler(settings.redis)
+        self.db = Database(settings.database, hints=Messengers(self.queue, self.bell))
+        self.storage: Storage = open_storage(settings.storage)
+
+    def close(self) -> None:
+        self.db.close()
+        self.queue.close()
+        self.bell.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Messengers:
+    """`core.hints.Hints` by way of the queue and the bell."""
+
+    def __init__(self, queue: Queue, bell: Bell) -> None:
+        self.nudge = queue.nudge
+        self.start = queue.start
+        self.ring = bell.ring
