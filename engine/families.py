@@ -144,9 +144,6 @@ def _rope(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float]:
         raise ValueError(f"config.json: rope_scaling type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
     needed, allowed = SCALINGS[kind]
     keys = scaling.keys() - {"rope_type", "type"}
-    if kind == "default":
-        # Only what is left to say of a plain rope: nothing. Readers before `rope_type` wrote `factor` there too.
-        return None, theta
     if missing := needed - keys:
         raise ValueError(f"config.json: rope_scaling of type {kind!r} needs {', '.join(sorted(missing))}")
     if unknown := keys - needed - allowed:
@@ -154,4 +151,4 @@ def _rope(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float]:
     # Some write the trained length beside the mapping; there it wins, as in transformers.
     if "original_max_position_embeddings" in allowed and config.get("original_max_position_embeddings"):
         scaling["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    return scaling, theta
+    return (scaling if needed else None), theta

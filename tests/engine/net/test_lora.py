@@ -1,0 +1,156 @@
+"""Adapters: the outputs and the files of `peft`, and the same in every layout."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine import lora as adapters
+from engine.config import Lora
+from engine.model import Decoder
+from engine.placement import placement_of
+from tests.engine.net import nets
+from tests.engine.net.test_weights import exported, llama, loaded, tensors
+from tests.worlds import World
+
+# peft reads a property that transformers is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+LORA = Lora(rank=4, alpha=6.0)
+LAYOUTS = [pytest.param(False, id="tensor"), pytest.param(True, id="tensor and sequence")]
+
+
+def adapted(model: Decoder, lora: Lora = LORA) -> Decoder:
+    """With adapters whose B is not zero, so that they have an effect."""
+    adapters.adapt(model, lora, seed=5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B.weight"):
+                placement = placement_of(parameter)
+                drawn = torch.empty(placement.shape).normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+                placement.true_part(parameter).copy_(placement.piece(drawn))
+    return model
+
+
+def test_logits_are_those_of_peft_with_our_files(tmp_path: Path) -> None:
+    llama(tmp_path / "base")
+    model = adapted(loaded(tmp_path / "base"))
+    adapters.save_adapter(model, LORA, tmp_path / "adapter", base_name="base")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    ids = nets.batch(97).tokens_BT
+    with torch.no_grad():
+        expected = theirs(input_ids=ids).logits
+        bare = loaded(tmp_path / "base").logits(ids)
+    torch.testing.assert_close(model.logits(ids), expected, rtol=0, atol=1e-4)
+    assert (expected - bare).abs().max() > 0.1
+
+
+def test_an_adapter_that_peft_wrote_is_read(tmp_path: Path) -> None:
+    base = llama(tmp_path / "base")
+    theirs = get_peft_model(
+        base, LoraConfig(r=4, lora_alpha=6.0, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
+    with warnings.catch_warnings(action="ignore"):  # peft looks for the base on a hub
+        theirs.save_pretrained(tmp_path / "adapter")
+    model = loaded(tmp_path / "base")
+    adapters.adapt(model, Lora(rank=4, alpha=6.0, targets=("q", "down")), seed=1)
+    adapters.load_adapter(model, tmp_path / "adapter")
+    ids = nets.batch(97).tokens_BT
+    with torch.no_grad():
+        expected = theirs(input_ids=ids).logits
+    torch.testing.assert_close(model.logits(ids), expected, rtol=0, atol=1e-4)
+
+
+def test_merged_weights_have_the_logits_of_the_adapted_model(tmp_path: Path) -> None:
+    llama(tmp_path / "base")
+    model = adapted(loaded(tmp_path / "base"))
+    merged = dict(adapters.merged_state(model))
+    plain = loaded(tmp_path / "base")
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(merged[name])
+    ids = nets.batch(97).tokens_BT
+    torch.testing.assert_close(plain.logits(ids), model.logits(ids), rtol=0, atol=1e-4)
+    # The base itself stays as it was.
+    assert_base = tensors(exported(model, tmp_path / "ours"))
+    assert all(torch.equal(tensor, assert_base[name]) for name, tensor in tensors(tmp_path / "base").items())
+
+
+def test_a_fresh_adapter_changes_nothing_and_a_is_spread_as_in_peft() -> None:
+    model = nets.decoder(nets.shape())
+    ids = nets.batch().tokens_BT
+    before = model.logits(ids)
+    adapters.adapt(model, Lora(rank=16), seed=1)
+    assert torch.equal(model.logits(ids), before)
+    down = model.get_parameter("model.layers.0.self_attn.q_proj.adapter.lora_A.weight")
+    # peft: kaiming_uniform(a=sqrt 5), which is uniform within 1 / sqrt(inputs), here 32.
+    assert down.abs().max() <= 32**-0.5
+    assert down.std().item() == pytest.approx((32 * 3) ** -0.5, rel=0.05)
+
+
+def test_only_adapters_train() -> None:
+    model = adapted(nets.decoder(nets.shape()))
+    _, gradients = nets.trained(model, nets.batch())
+    assert len(gradients) == 2 * 7 * 2
+    assert all(".adapter." in name for name in gradients)
+    assert all(p.grad is None for name, p in model.named_parameters() if ".adapter." not in name)
+
+
+def compare_with_one_rank(
+    sequence: bool, recompute: str, dropout: float
+) -> tuple[float, float, bool, dict[str, Tensor]]:
+    lora = Lora(rank=4, alpha=6.0, dropout=dropout)
+    batch = nets.batch(packed=True)
+    loss, expected = nets.trained(adapted(nets.decoder(nets.shape()), lora), batch)
+    grid = nets.grid(sequence=sequence)
+    model = adapted(nets.decoder(nets.shape(), grid=grid, recompute=recompute), lora)
+    got_loss, got = nets.trained(model, batch)
+    replicated = {
+        name: got[name] for name, p in model.named_parameters() if name in got and placement_of(p).dim is None
+    }
+    grid.close()
+    worst = max(nets.distance(got[name], expected[name]) for name in expected)
+    return abs(got_loss / loss - 1), worst, got.keys() == expected.keys(), replicated
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("sequence", LAYOUTS)
+def test_two_ranks_have_the_adapters_gradients_of_one(world2: World, sequence: bool, dropout: float) -> None:
+    first, second = world2.run(compare_with_one_rank, sequence, "full" if dropout else "none", dropout)
+    for loss, gradient, complete, _ in (first, second):
+        assert complete
+        assert loss <= 5e-7
+        assert gradient <= 2e-6
+    assert len(first[3]) == 2 * 7
+    assert all(torch.equal(first[3][name], second[3][name]) for name in first[3])
+
+
+def test_dropout_depends_on_the_step_and_is_off_in_evaluation() -> None:
+    model = adapted(nets.decoder(nets.shape()), Lora(rank=4, dropout=0.5))
+    batch = nets.batch()
+    later = type(batch)(batch.tokens_BT, batch.labels_BT, batch.positions_BT, step=1)
+    first, again, other = (model.loss(b).loss_sum.item() for b in (batch, batch, later))
+    assert first == again != other
+    model.eval()
+    assert model.loss(batch).loss_sum.item() == model.loss(later).loss_sum.item()
+
+
+def saved(folder: Path) -> None:
+    grid = nets.grid(sequence=True)
+    adapters.save_adapter(adapted(nets.decoder(nets.shape(), grid=grid)), LORA, folder, base_name="base")
+    grid.barrier()
+    grid.close()
+
+
+def test_two_ranks_write_the_adapter_of_one(world2: World, tmp_path: Path) -> None:
+    adapters.save_adapter(adapted(nets.decoder(nets.shape())), LORA, tmp_path / "one", base_name="base")
+    world2.run(saved, tmp_path / "two")
+    one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)

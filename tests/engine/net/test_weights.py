@@ -1,0 +1,197 @@
+"""Folders in Hugging Face's layout: the same logits as `transformers`, and the same bits back."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from engine import mesh, weights
+from engine.config import Parallel
+from engine.families import config_of
+from engine.model import Decoder
+from engine.weights import InvalidWeights
+from tests.engine.net import nets
+from tests.worlds import World
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+CONFIGS = [
+    pytest.param({}, id="untied, no groups"),
+    pytest.param({"num_key_value_heads": 2}, id="groups"),
+    pytest.param({"tie_word_embeddings": True}, id="tied"),
+    pytest.param({"head_dim": 16, "num_key_value_heads": 1}, id="wide heads"),
+    pytest.param({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, id="linear"),
+    pytest.param({"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, id="llama3"),
+    pytest.param({"rope_parameters": {**YARN, "rope_theta": 1e4}}, id="yarn"),
+    pytest.param(
+        {"rope_parameters": {**YARN, "beta_fast": 16, "mscale": 1.0, "mscale_all_dim": 0.5, "rope_theta": 1e4}},
+        id="yarn with every knob",
+    ),
+    pytest.param(
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 16},
+        id="dynamic, beyond the trained length",
+    ),
+]
+
+
+def llama(folder: Path, *, dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
+    """A random model, saved to `folder` by transformers."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "attn_implementation": "eager",
+    }
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).to(dtype)
+    model.save_pretrained(folder)
+    return model
+
+
+def loaded(folder: Path, *, grid: mesh.Mesh | None = None) -> Decoder:
+    model = Decoder(weights.read_shape(folder), grid or mesh.alone(nets.CPU), dtype=weights.read_dtype(folder))
+    weights.load(model, folder)
+    return model
+
+
+def exported(model: Decoder, folder: Path) -> Path:
+    """`model` in `folder`, with its config."""
+    weights.save(model, folder, model.dtype)
+    config = config_of(model.shape, bos_id=1, eos_id=2, pad_id=None, dtype=str(model.dtype).removeprefix("torch."))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize("changes", CONFIGS)
+def test_logits_are_those_of_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
+    theirs = llama(tmp_path, **changes)
+    ids = nets.batch(97, tokens=40).tokens_BT
+    with torch.no_grad():
+        expected = theirs(ids).logits
+    torch.testing.assert_close(loaded(tmp_path).logits(ids), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_folder_comes_back_bit_for_bit_and_loads_in_transformers(
+    dtype: torch.dtype, tied: bool, tmp_path: Path
+) -> None:
+    llama(tmp_path / "theirs", dtype=dtype, tie_word_embeddings=tied, rope_parameters={**LLAMA3, "rope_theta": 5e5})
+    ours = exported(loaded(tmp_path / "theirs"), tmp_path / "ours")
+    assert_same_bits(tensors(ours), tensors(tmp_path / "theirs"))
+    again = AutoModelForCausalLM.from_pretrained(ours)
+    assert again.dtype == dtype
+    assert again.config.rope_parameters["factor"] == 8.0
+
+
+def test_pieces_with_an_index_are_read_and_written(tmp_path: Path) -> None:
+    theirs = llama(tmp_path / "whole")
+    theirs.save_pretrained(tmp_path / "pieces", max_shard_size="20KB")
+    model = loaded(tmp_path / "pieces")
+    weights.write(model, tmp_path / "ours", weights.whole_state(model), torch.float32, shard_bytes=20_000)
+    index = json.loads((tmp_path / "ours" / weights.INDEX).read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in theirs.state_dict().values())
+    assert_same_bits(tensors(tmp_path / "ours"), tensors(tmp_path / "whole"))
+    (tmp_path / "ours" / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+    assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict(), theirs.state_dict())
+
+
+def test_an_extra_output_tensor_of_a_tied_model_is_fine_where_it_is_the_embedding(tmp_path: Path) -> None:
+    llama(tmp_path, tie_word_embeddings=True)
+    stored = load_file(tmp_path / weights.SINGLE)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, tmp_path / weights.SINGLE, metadata={"format": "pt"})
+    assert loaded(tmp_path).lm_head is None
+    stored["lm_head.weight"] += 1
+    save_file(stored, tmp_path / weights.SINGLE, metadata={"format": "pt"})
+    with pytest.raises(InvalidWeights, match=r"lm_head\.weight differs"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        pytest.param(lambda stored: stored.pop("lm_head.weight"), r"lm_head\.weight is missing.*tie", id="no head"),
+        pytest.param(lambda stored: stored.update(odd=torch.ones(1)), "odd is not part of the model", id="unknown"),
+        pytest.param(
+            lambda stored: stored.update({"model.norm.weight": torch.ones(3)}), r"norm\.weight has shape", id="shape"
+        ),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_not_the_models_are_refused_by_name(spoil: Any, message: str, tmp_path: Path) -> None:
+    llama(tmp_path)
+    stored = load_file(tmp_path / weights.SINGLE)
+    spoil(stored)
+    save_file(stored, tmp_path / weights.SINGLE, metadata={"format": "pt"})
+    with pytest.raises(InvalidWeights, match=message):
+        loaded(tmp_path)
+
+
+def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
+    llama(tmp_path)
+    path = tmp_path / weights.SINGLE
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(InvalidWeights, match=r"model\.safetensors is damaged or cut short"):
+        loaded(tmp_path)
+
+
+def there_and_back(folder: Path, parallel: Parallel) -> None:
+    grid = mesh.build(parallel)
+    weights.save(loaded(folder, grid=grid), folder / "ours", torch.float32)
+    grid.barrier()
+    grid.close()
+
+
+@pytest.mark.parametrize("parallel", [Parallel(tensor=2), Parallel(data=2)], ids=["tensor 2", "data 2"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_two_ranks_give_back_the_same_bits_at_the_true_size(
+    world2: World, tied: bool, parallel: Parallel, tmp_path: Path
+) -> None:
+    llama(tmp_path, tie_word_embeddings=tied)
+    world2.run(there_and_back, tmp_path, parallel)
+    assert_same_bits(tensors(tmp_path / "ours"), tensors(tmp_path))
+
+
+DATA = os.environ.get("TRAINSHED_TEST_DATA")
+
+
+@pytest.mark.skipif(DATA is None, reason="TRAINSHED_TEST_DATA names no folder with models/stories260k")
+def test_a_real_model_has_the_logits_of_transformers_and_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    assert DATA is not None
+    folder = Path(DATA) / "models" / "stories260k"
+    ids = nets.batch(512, tokens=60).tokens_BT
+    model = loaded(folder)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")(ids).logits
+    torch.testing.assert_close(model.logits(ids), expected, rtol=0, atol=1e-4)
+    assert_same_bits(tensors(exported(model, tmp_path)), tensors(folder))
