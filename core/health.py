@@ -1,0 +1,58 @@
+"""Whether the parts that a job needs are there, in words that say what to do; and how many jobs are where."""
+
+from __future__ import annotations
+
+import redis
+from redis.exceptions import RedisError
+from sqlalchemy import func, select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from core import nodes, schema
+from core.models import Job
+from core.scheduler import NO_WORKER
+from core.services import Services
+from core.states import JobState
+
+OK = "ok"
+_PATIENCE_SECONDS = 1.0
+
+
+def checks(services: Services) -> dict[str, str]:
+    """`ok`, or what is wrong, for each part."""
+    database = _database(services)
+    return {
+        "database": database,
+        "broker": _broker(services),
+        "worker": _worker(services) if database == OK else "can't be told without the database",
+    }
+
+
+def jobs_by_state(session: Session) -> dict[JobState, int]:
+    """How many jobs there are in each state that has any."""
+    counted = session.execute(select(Job.state, func.count()).group_by(Job.state))
+    return {JobState(state): count for state, count in counted}
+
+
+def _database(services: Services) -> str:
+    try:
+        current = schema.is_current(services.db.engine)
+    except SQLAlchemyError as error:
+        return f"can't be reached: {type(error).__name__}"
+    return OK if current else "its schema is not this version's: run `trainshed migrate`"
+
+
+def _broker(services: Services) -> str:
+    try:
+        with redis.Redis.from_url(
+            services.settings.redis, socket_timeout=_PATIENCE_SECONDS, socket_connect_timeout=_PATIENCE_SECONDS
+        ) as client:
+            client.ping()
+    except (RedisError, OSError) as error:
+        return f"can't be reached: {type(error).__name__}"
+    return OK
+
+
+def _worker(services: Services) -> str:
+    with services.db.reading() as session:
+        return OK if nodes.alive(session) else NO_WORKER
