@@ -158,7 +158,7 @@ def api() -> None:
 
 @app.command()
 def migrate() -> None:
-    """Bring the database to the schema of this version, and make the first key; for parts that run each on their own."""
+    """Bring the database to the schema of this version, and make the first key; for parts that run on their own."""
     from api.serve import prepare
     from core.settings import Settings
 

@@ -1,4 +1,4 @@
-"""What a request that does not fit its types is told: the path as it stands in the body, never the name of a union's branch."""
+"""What a request that does not fit its types is told: the path as it stands in the body, and no name of ours."""
 
 import json
 

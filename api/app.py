@@ -1,0 +1,124 @@
+"""The HTTP application: routes put together, and what happens around each request."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import structlog
+from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api import errors, openapi
+from api.measures import Measures
+from api.routes import completions, files, health, jobs, keys, models, nodes
+from api.sse import Streams
+from core.services import Services
+
+log = structlog.get_logger()
+
+MAX_JSON_BYTES = 4 * 1024 * 1024
+"""Largest body other than an upload."""
+MULTIPART_BYTES = 64 * 1024
+"""What the form around an uploaded file may take."""
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class App(FastAPI):
+    """FastAPI with our OpenAPI page."""
+
+    def openapi(self) -> dict[str, Any]:
+        if not self.openapi_schema:
+            self.openapi_schema = openapi.document(self)
+        return self.openapi_schema
+
+
+def create_app(services: Services) -> FastAPI:
+    """The application over `services`, which stay the caller's to close."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.streams = Streams(services)
+        yield
+        app.state.streams.close()
+
+    app = App(
+        title="Trainshed",
+        version=openapi.VERSION,
+        summary=openapi.SUMMARY,
+        description=openapi.DESCRIPTION,
+        openapi_tags=openapi.TAGS,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        redoc_url=None,
+    )
+    app.state.services = services
+    app.state.measures = Measures()
+    errors.install(app)
+    for part in (jobs, files, models, completions, nodes, keys, health):
+        app.include_router(part.router)
+    app.add_middleware(Around)
+    return app
+
+
+class Around:
+    """Around each request: an id, a limit on the body, the time it took, and an answer when we fail."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = f"req-{secrets.token_hex(12)}"
+        measures: Measures = scope["app"].state.measures
+        started, status = time.perf_counter(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(request=request_id):
+            try:
+                if CONTROL.search(scope["path"]) or b"%00" in scope["query_string"]:
+                    nothing = HTTPException(404, "There is nothing under a name with control characters.")
+                    await errors.http_error(nothing)(scope, receive, send_with_id)
+                else:
+                    await self.app(scope, limited(scope, receive), send_with_id)
+            except Exception:
+                # The edge of the process: the log gets the stack, the caller an id to report.
+                log.exception("a request failed", method=scope["method"], path=scope["path"])
+                if status:
+                    raise
+                await errors.internal_error()(scope, receive, send_with_id)
+            finally:
+                route = getattr(scope.get("route"), "path", "unknown")
+                measures.request(scope["method"], route, status, time.perf_counter() - started)
+
+
+def limited(scope: Scope, receive: Receive) -> Receive:
+    """`receive`, counting: what is too large is refused while it comes in, whatever its headers said."""
+    services: Services = scope["app"].state.services
+    upload = scope["path"] == files.PATH
+    most = services.settings.max_file_bytes + MULTIPART_BYTES if upload else MAX_JSON_BYTES
+    taken = 0
+
+    async def receive_counted() -> Message:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b""))
+        if taken > most:
+            raise HTTPException(413, f"The body is larger than the {most} bytes that this server takes here.")
+        return message
+
+    return receive_counted

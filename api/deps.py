@@ -1,0 +1,73 @@
+"""What endpoints ask for by type: the parts of the service, a session, and who is calling with what scope."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal
+
+from fastapi import Depends, Header, Query, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from sqlalchemy.orm import Session
+
+from core import keys
+from core.errors import InvalidKey
+from core.keys import Account
+from core.services import Services
+
+Scope = Literal["read", "submit", "admin"]
+
+bearer = HTTPBearer(auto_error=False, scheme_name="API key", description="On every route under `/v1`.")
+
+
+def get_services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+ServicesDep = Annotated[Services, Depends(get_services)]
+
+
+def get_session(services: ServicesDep) -> Iterator[Session]:
+    with services.db.session() as session:
+        yield session
+
+
+def get_reading(services: ServicesDep) -> Iterator[Session]:
+    with services.db.reading() as session:
+        yield session
+
+
+# With scope="function" the end of the block, and so the commit, comes before the response: who holds an id can read it.
+SessionDep = Annotated[Session, Depends(get_session, scope="function")]
+"""A transaction that may write."""
+ReadingDep = Annotated[Session, Depends(get_reading, scope="function")]
+"""A transaction that only reads, and waits for no writer."""
+
+
+def holding(scope: Scope) -> Callable[[ServicesDep, HTTPAuthorizationCredentials | None], Account]:
+    """Whose key it is, if it has `scope`."""
+
+    def account(
+        services: ServicesDep, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
+    ) -> Account:
+        if credentials is None:
+            raise InvalidKey("This route needs a key: send `Authorization: Bearer <key>`.")
+        with services.db.reading() as session:
+            found = keys.authenticate(session, credentials.credentials)
+        found.require(scope)
+        return found
+
+    return account
+
+
+OwnerDep = Annotated[Account, Depends(holding("read"))]
+"""The caller, who may read."""
+SubmitterDep = Annotated[Account, Depends(holding("submit"))]
+"""The caller, who may also change things of their project."""
+AdminDep = Annotated[Account, Depends(holding("admin"))]
+"""The caller, who may also manage keys and shared models."""
+
+AfterDep = Annotated[str | None, Query(max_length=64, description="Id of the last item of the page before.")]
+LimitDep = Annotated[int, Query(ge=1, le=100, description="Items in a page.")]
+OrderDep = Annotated[Literal["asc", "desc"], Query(description="By time.")]
+RetriesDep = Annotated[int, Header(alias="x-stainless-retry-count", ge=0, include_in_schema=False)]

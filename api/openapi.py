@@ -1,0 +1,76 @@
+"""The OpenAPI document: what stands at the top of the page, and what FastAPI's own generator leaves to say.
+
+`python -m api.openapi` writes it to the standard output; `docs/openapi.json` is that, and a test shows when it is not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+VERSION = version("trainshed")
+SUMMARY = "Training as a service, on your own machines."
+DESCRIPTION = """\
+Submit a pretrain or fine-tune job, watch it live, download a model that `transformers`, `peft` and `vllm` load.
+
+Every route under `/v1` takes `Authorization: Bearer <key>`. Every error is
+`{"error": {"message", "type", "param", "code"}}` and every answer carries an `x-request-id`. Times are unix seconds,
+sizes are bytes. Lists are `{"object": "list", "data": […], "has_more": bool}`: ask for the next page with `after`, the
+id of the last item. Files, models and completions have OpenAI's shapes, so that the `openai` client works with its
+`base_url` set to this server's `/v1`.
+"""
+TAGS = [
+    {"name": "jobs", "description": "Submit a job, follow it, take what it made."},
+    {"name": "files", "description": "Training data. Each file is validated when it is uploaded."},
+    {"name": "models", "description": "Bases to start from, and results of jobs."},
+    {"name": "completions", "description": "Sample from a model."},
+    {"name": "nodes", "description": "Hosts that run jobs."},
+    {"name": "keys", "description": "Who may do what."},
+    {"name": "service", "description": "Health and measures of this server; they need no key."},
+]
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The document of `app`. A request that does not fit its types is answered with 400, so nothing speaks of 422."""
+    page = get_openapi(
+        title=app.title,
+        version=app.version,
+        summary=app.summary,
+        description=app.description,
+        tags=app.openapi_tags,
+        routes=app.routes,
+    )
+    for path in page["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+            operation.update(_told(operation["description"]))
+    schemas = page["components"]["schemas"]
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    return page
+
+
+def _told(docstring: str) -> dict[str, str]:
+    """Summary and description: the first sentence of an endpoint's docstring, and all of it."""
+    text = " ".join(docstring.split())
+    return {"summary": re.split(r"[.:;](?: |$)", text)[0], "description": text}
+
+
+def main() -> None:
+    # Here and not above: the application takes its page from this module.
+    from api.app import create_app
+    from core.services import Services
+    from core.settings import Settings
+
+    page = create_app(Services(Settings())).openapi()
+    sys.stdout.write(json.dumps(page, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

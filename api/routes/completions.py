@@ -1,0 +1,152 @@
+"""Sample from a model, in OpenAI's shapes. A sampler that holds the model does the work."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from api.deps import OwnerDep, ServicesDep
+from api.errors import InvalidRequest, errors
+from api.schemas import ChatChoice, ChatCompletionOut, ChatMessageOut, CompletionChoice, CompletionOut, UsageOut
+from core import catalog
+from core.errors import NotFound, Unavailable
+from core.keys import Account
+from core.services import Services
+
+router = APIRouter(prefix="/v1", tags=["completions"])
+
+PATIENCE_SECONDS = 120.0
+"""How long an answer may take: the sampler may have to load the model first."""
+MAX_TOKENS = 4096
+
+NOT_YET = ("stream", "logprobs", "top_logprobs", "echo", "suffix", "logit_bias", "tools", "response_format")
+"""Options of OpenAI's that would change the answer, so that they are refused rather than ignored."""
+
+
+class Ask(BaseModel):
+    """What both kinds share. Options that do not change the answer, such as `user`, are ignored, as OpenAI's are."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    model: str = Field(min_length=1, max_length=255)
+    """Name of a model, or id of a checkpoint."""
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    temperature: float = Field(1.0, ge=0, le=2)
+    """0 always takes the likeliest token."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    """The same seed gives the same answer."""
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    n: int = Field(1, ge=1, le=8)
+    """Answers wanted."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def only_what_we_do(cls, body: Any) -> Any:
+        for name in NOT_YET if isinstance(body, Mapping) else ():
+            if body.get(name):
+                raise ValueError(f"{name!r} is not available here; leave it out")
+        return body
+
+    def request(self, default_tokens: int) -> dict[str, Any]:
+        """What the sampler is told, the prompt aside."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return {
+            "max_tokens": self.max_tokens or default_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stop": [stop for stop in stops if stop],
+        }
+
+    def seeds(self) -> list[int | None]:
+        """One for each answer, so that they differ and can be had again."""
+        return [None if self.seed is None else self.seed + index for index in range(self.n)]
+
+
+class CompletionAsk(Ask):
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=16)]
+
+
+class Message(BaseModel):
+    role: str = Field(min_length=1, max_length=32)
+    content: str
+
+
+class ChatAsk(Ask):
+    messages: list[Message] = Field(min_length=1, max_length=1024)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    """OpenAI's newer name of `max_tokens`."""
+
+    @model_validator(mode="after")
+    def one_limit(self) -> Self:
+        if self.max_tokens and self.max_completion_tokens:
+            raise ValueError("say max_tokens or max_completion_tokens, not both")
+        return self
+
+
+@router.post("/completions", responses=errors(NotFound, Unavailable))
+def complete(ask: CompletionAsk, owner: OwnerDep, services: ServicesDep) -> CompletionOut:
+    """Continue a text."""
+    prompts = [ask.prompt] if isinstance(ask.prompt, str) else ask.prompt
+    requests = [
+        {"prompt": prompt, "seed": seed, **ask.request(default_tokens=16)} for prompt in prompts for seed in ask.seeds()
+    ]
+    answers = sampled(services, owner, ask.model, requests)
+    return CompletionOut(
+        id=f"cmpl-{secrets.token_hex(12)}",
+        created=int(time.time()),
+        model=ask.model,
+        choices=[
+            CompletionChoice(index=index, text=answer["text"], finish_reason=answer["finish_reason"])
+            for index, answer in enumerate(answers)
+        ],
+        usage=usage(answers),
+    )
+
+
+@router.post("/chat/completions", responses=errors(NotFound, Unavailable))
+def chat(ask: ChatAsk, owner: OwnerDep, services: ServicesDep) -> ChatCompletionOut:
+    """Answer in a conversation, through the model's chat template."""
+    messages = [message.model_dump() for message in ask.messages]
+    options = ask.request(default_tokens=ask.max_completion_tokens or 256)
+    requests = [{"messages": messages, "seed": seed, **options} for seed in ask.seeds()]
+    answers = sampled(services, owner, ask.model, requests)
+    return ChatCompletionOut(
+        id=f"chatcmpl-{secrets.token_hex(12)}",
+        created=int(time.time()),
+        model=ask.model,
+        choices=[
+            ChatChoice(
+                index=index,
+                message=ChatMessageOut(content=answer["text"]),
+                finish_reason=answer["finish_reason"],
+            )
+            for index, answer in enumerate(answers)
+        ],
+        usage=usage(answers),
+    )
+
+
+def sampled(services: Services, owner: Account, model: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The sampler's answers, one after the other; no transaction is open while it thinks."""
+    with services.db.session() as session:
+        found = catalog.get(session, owner, model, models=services.settings.models)
+        # A folder that nobody has used yet has no row, and samplers find models by theirs.
+        session.add(found)
+        name = found.id
+    answers = [services.sampler.ask({"model": name, **request}, timeout=PATIENCE_SECONDS) for request in requests]
+    for answer in answers:
+        if "error" in answer:
+            raise InvalidRequest(str(answer["error"]), param="model")
+    return answers
+
+
+def usage(answers: list[dict[str, Any]]) -> UsageOut:
+    prompt = sum(answer["prompt_tokens"] for answer in answers)
+    completion = sum(answer["completion_tokens"] for answer in answers)
+    return UsageOut(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)

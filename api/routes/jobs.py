@@ -1,0 +1,256 @@
+"""Jobs: submit one, follow it, take what it made."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from fastapi.responses import PlainTextResponse, StreamingResponse
+
+from api import ranges, sse, tar
+from api.deps import (
+    AfterDep,
+    LimitDep,
+    OrderDep,
+    OwnerDep,
+    ReadingDep,
+    RetriesDep,
+    ServicesDep,
+    SessionDep,
+    SubmitterDep,
+)
+from api.errors import errors
+from api.schemas import (
+    ArtifactList,
+    ArtifactOut,
+    CheckpointList,
+    CheckpointOut,
+    EventList,
+    EventOut,
+    JobList,
+    JobOut,
+    MetricsOut,
+)
+from api.shown import shown, shown_all
+from core import artifacts, checkpoints, events, joblogs, jobs, metrics
+from core.errors import Forbidden, InvalidMove, InvalidSpec, NotFound
+from core.spec import JobSpec
+from core.states import JobState
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+JobId = Annotated[str, Path(alias="job_id", description="Id of the job.", examples=["job-4f1c09a1b2c3d4e5f6a7b8c9"])]
+LABEL = re.compile(r"label\[(.{1,64})\]")
+
+
+def wanted_labels(request: Request) -> dict[str, str]:
+    """`label[team]=a` of the query; FastAPI has no parameter of that form."""
+    found = ((LABEL.fullmatch(name), value) for name, value in request.query_params.items())
+    return {match.group(1): value for match, value in found if match}
+
+
+@router.post("", status_code=201, responses=errors(InvalidSpec, NotFound, Forbidden))
+def submit(
+    spec: JobSpec,
+    owner: SubmitterDep,
+    session: SessionDep,
+    services: ServicesDep,
+    idempotency_key: Annotated[
+        str | None, Header(min_length=1, max_length=255, description="The same key again returns the same job.")
+    ] = None,
+    retries: RetriesDep = 0,
+) -> JobOut:
+    """Submit a job.
+
+    It is checked at once: what can't run is refused here, with what would work. A create that is tried again makes no
+    second job, if it carries the same `Idempotency-Key`, or is a retry of the openai client with the same body.
+    """
+    job = jobs.create(
+        session,
+        owner,
+        spec,
+        settings=services.settings,
+        idempotency_key=idempotency_key,
+        request_digest=jobs.digest(owner, spec.model_dump_json().encode()),
+        retried=retries > 0,
+    )
+    return shown(session, job)
+
+
+@router.get("", responses=errors(NotFound))
+def list_jobs(
+    owner: OwnerDep,
+    session: ReadingDep,
+    labels: Annotated[dict[str, str], Depends(wanted_labels)],
+    after: AfterDep = None,
+    limit: LimitDep = 20,
+    state: JobState | None = None,
+    kind: Literal["pretrain", "finetune"] | None = None,
+) -> JobList:
+    """List jobs, newest first. Filter by `state`, by `kind`, and by labels with `label[name]=value`."""
+    page = jobs.page(session, owner, after=after, limit=limit, state=state, kind=kind, labels=labels)
+    return JobList(data=shown_all(session, page.data), has_more=page.has_more)
+
+
+@router.get("/{job_id}", responses=errors(NotFound))
+def get_job(job_id: JobId, owner: OwnerDep, session: ReadingDep) -> JobOut:
+    """Get a job: what was asked, what it became, where it stands."""
+    return shown(session, jobs.get(session, owner, job_id))
+
+
+@router.post("/{job_id}/cancel", responses=errors(NotFound, InvalidMove, Forbidden))
+def cancel(job_id: JobId, owner: SubmitterDep, session: SessionDep) -> JobOut:
+    """Cancel a job. Asking twice is fine; one that has succeeded or failed can't be cancelled."""
+    return shown(session, jobs.cancel(session, owner, job_id))
+
+
+@router.post("/{job_id}/pause", responses=errors(NotFound, InvalidMove, Forbidden))
+def pause(job_id: JobId, owner: SubmitterDep, session: SessionDep) -> JobOut:
+    """Pause a job: it saves its progress and gives its slots back."""
+    return shown(session, jobs.pause(session, owner, job_id))
+
+
+@router.post("/{job_id}/resume", responses=errors(NotFound, InvalidMove, Forbidden))
+def resume(job_id: JobId, owner: SubmitterDep, session: SessionDep) -> JobOut:
+    """Resume a paused job from its newest checkpoint."""
+    return shown(session, jobs.resume(session, owner, job_id))
+
+
+@router.get("/{job_id}/events", responses=errors(NotFound))
+def list_events(
+    job_id: JobId,
+    owner: OwnerDep,
+    session: ReadingDep,
+    after: Annotated[int | None, Query(ge=0, le=2**53, description="`seq` of the last event already known.")] = None,
+    limit: LimitDep = 20,
+    order: OrderDep = "asc",
+    type: Annotated[list[str] | None, Query(description="Only events of these types; may be repeated.")] = None,
+) -> EventList:
+    """List everything that happened to a job."""
+    page = events.page(
+        session, jobs.get(session, owner, job_id), after=after, limit=limit, order=order, types=type or ()
+    )
+    return EventList(data=[EventOut.of(event) for event in page.data], has_more=page.has_more)
+
+
+def known_job(job_id: JobId, owner: OwnerDep, session: ReadingDep) -> str:
+    """The id, once it is sure that the caller may know of it."""
+    return jobs.get(session, owner, job_id).id
+
+
+@router.get(
+    "/{job_id}/stream",
+    status_code=200,
+    response_class=sse.EventStream,
+    responses=errors(NotFound) | {204: {"description": "The client already has the end: don't connect again."}},
+)
+async def stream(
+    request: Request,
+    job_id: Annotated[str, Depends(known_job)],
+    after: Annotated[int, Query(ge=0, le=2**53, description="`seq` of the last event already known.")] = 0,
+    last_event_id: Annotated[str | None, Header(description="Set by clients that connect again.")] = None,
+) -> Response:
+    """Follow a job live, as server-sent events.
+
+    Frames are named `state`, `metrics`, `log`, `checkpoint`, `warning` and, once the job has ended, `done`. Each
+    carries an event as JSON; `done` carries the job. Connect again with the last id and nothing is missed or repeated.
+    """
+    start, has_all = sse.position(last_event_id, after)
+    if has_all:
+        return Response(status_code=204)
+    streams: sse.Streams = request.app.state.streams
+    return sse.EventStream(streams.listen(job_id, after=start))
+
+
+@router.get("/{job_id}/metrics", responses=errors(NotFound))
+def get_metrics(
+    job_id: JobId,
+    owner: OwnerDep,
+    session: ReadingDep,
+    names: Annotated[
+        list[str] | None, Query(description="Such as `loss`, `lr`; repeated or separated by commas. Default: all.")
+    ] = None,
+    from_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+    to_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+    max_points: Annotated[int, Query(ge=2, le=10_000, description="Points in each series.")] = 500,
+) -> MetricsOut:
+    """Get numbers over steps, thinned on the server: first, last and extremes stay."""
+    job = jobs.get(session, owner, job_id)
+    wanted = [name for given in names or [] for name in given.split(",") if name]
+    found = metrics.series(session, job.id, names=wanted, from_step=from_step, to_step=to_step, max_points=max_points)
+    return MetricsOut(series=found)
+
+
+@router.get("/{job_id}/logs", response_class=PlainTextResponse, responses=errors(NotFound))
+def get_logs(
+    job_id: JobId,
+    owner: OwnerDep,
+    session: ReadingDep,
+    services: ServicesDep,
+    rank: Annotated[int, Query(ge=0, le=1_000_000, description="Whose log.")] = 0,
+    tail: Annotated[int, Query(ge=1, le=10_000, description="Last so many lines.")] = 1000,
+) -> PlainTextResponse:
+    """Get what a rank wrote, as plain text."""
+    job = jobs.get(session, owner, job_id)
+    return PlainTextResponse(joblogs.tail(services.settings, services.storage, job.id, rank, tail))
+
+
+@router.get("/{job_id}/checkpoints", responses=errors(NotFound))
+def list_checkpoints(
+    job_id: JobId, owner: OwnerDep, session: ReadingDep, after: AfterDep = None, limit: LimitDep = 10
+) -> CheckpointList:
+    """List a job's checkpoints, newest first."""
+    page = checkpoints.page(session, jobs.get(session, owner, job_id), after=after, limit=limit)
+    return CheckpointList(data=[CheckpointOut.of(checkpoint) for checkpoint in page.data], has_more=page.has_more)
+
+
+@router.get("/{job_id}/artifacts", responses=errors(NotFound))
+def list_artifacts(job_id: JobId, owner: OwnerDep, session: ReadingDep, services: ServicesDep) -> ArtifactList:
+    """List the files of a job's result, and the manifest that tells what made them."""
+    job = jobs.get(session, owner, job_id)
+    return ArtifactList(
+        data=[ArtifactOut.of(artifact) for artifact in artifacts.of_job(session, job.id)],
+        manifest=artifacts.manifest(session, services.storage, job.id),
+    )
+
+
+@router.get(
+    "/{job_id}/artifacts/{path:path}",
+    response_class=StreamingResponse,
+    responses=errors(NotFound, ranges.RangeNotSatisfiable)
+    | {200: ranges.BYTES, 206: {"description": "The part asked for."}, 304: {"description": "Your copy is good."}},
+)
+def get_artifact(
+    request: Request, job_id: JobId, path: str, owner: OwnerDep, session: ReadingDep, services: ServicesDep
+) -> Response:
+    """Download one file of a job's result. Takes `Range`, `If-Range` and `If-None-Match`; the ETag is the sha256."""
+    artifact = artifacts.get(session, jobs.get(session, owner, job_id), path)
+    return ranges.answer(
+        request.headers,
+        size=artifact.bytes,
+        etag=artifact.sha256,
+        filename=path.rpartition("/")[2],
+        open_=lambda start, end: services.storage.stream(artifact.storage_key, start, end),
+    )
+
+
+@router.get(
+    "/{job_id}/artifacts.tar",
+    response_class=StreamingResponse,
+    responses=errors(NotFound) | {200: {"description": "A tar archive.", "content": {"application/x-tar": {}}}},
+)
+def get_all_artifacts(job_id: JobId, owner: OwnerDep, session: ReadingDep, services: ServicesDep) -> StreamingResponse:
+    """Download a job's whole result as one tar archive, made while it is sent."""
+    job = jobs.get(session, owner, job_id)
+    made_at = int(job.finished_at or job.created_at)
+    entries = [
+        tar.Entry(artifact.path, artifact.bytes, made_at, partial(services.storage.stream, artifact.storage_key))
+        for artifact in artifacts.of_job(session, job.id)
+    ]
+    headers = {
+        "content-length": str(tar.length(entries)),
+        "content-disposition": ranges.attachment(f"{job.name or job.id}.tar"),
+    }
+    return StreamingResponse(tar.stream(entries), media_type="application/x-tar", headers=headers)

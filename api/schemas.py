@@ -1,0 +1,455 @@
+"""What the API answers. Files, models and completions have OpenAI's shapes; jobs and what belongs to them have ours."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from core.models import ApiKey, Artifact, Checkpoint, File, Job, JobEvent, Model
+from core.nodes import NodeStatus
+from core.states import JobState
+
+
+class Out(BaseModel):
+    """A part of an answer."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class ListOut(Out):
+    """A page of a list."""
+
+    object: Literal["list"] = "list"
+    has_more: bool = False
+    """Whether another page follows; ask for it with `after`, the id of this page's last item."""
+
+
+class DeletedOut(Out):
+    """Word that something is gone."""
+
+    id: str
+    object: str
+    deleted: bool = True
+
+
+# Files
+
+
+class FileOut(Out):
+    """OpenAI's file object."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    """The label that the client gave it."""
+    purpose: str
+    status: Literal["processed"] = "processed"
+    """A file that is here passed validation."""
+    status_details: str | None = None
+    expires_at: int | None = None
+    sha256: str
+
+    @classmethod
+    def of(cls, file: File) -> Self:
+        return cls(
+            id=file.id,
+            bytes=file.bytes,
+            created_at=int(file.created_at),
+            filename=file.filename,
+            purpose=file.purpose,
+            sha256=file.sha256,
+        )
+
+
+class FileList(ListOut):
+    data: list[FileOut]
+
+
+# Jobs
+
+
+class ProgressOut(Out):
+    """How far a job is. What isn't known yet is null."""
+
+    step: int = 0
+    total_steps: int | None = None
+    tokens: int | None = None
+    percent: float | None = None
+    eta_seconds: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    """Model FLOPs utilisation in 0..1."""
+    loss: float | None = None
+    """Mean over the last step's label tokens, in nats."""
+
+
+class QueueOut(Out):
+    """Where a waiting job stands; all null once it doesn't wait."""
+
+    position: int | None = None
+    """1 is next."""
+    reason: str | None = None
+    """Why it isn't running yet."""
+    estimated_start: int | None = None
+
+
+class JobErrorOut(Out):
+    """Why a job failed."""
+
+    code: str
+    message: str
+    param: str | None = None
+    rank: int | None = None
+    hint: str | None = None
+    """What to change."""
+
+
+class ArtifactOut(Out):
+    """One file of a result."""
+
+    path: str
+    bytes: int
+    sha256: str
+    kind: str
+    """`model`, `adapter` or `manifest`."""
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Self:
+        return cls(path=artifact.path, bytes=artifact.bytes, sha256=artifact.sha256, kind=artifact.kind)
+
+
+class JobOut(Out):
+    """A job: what was asked, what it became, where it stands."""
+
+    id: str
+    object: Literal["job"] = "job"
+    kind: Literal["pretrain", "finetune"]
+    name: str | None
+    labels: dict[str, str]
+    priority: int
+    state: JobState
+    created_at: int
+    started_at: int | None
+    finished_at: int | None
+    spec: dict[str, Any]
+    """What was asked, as a `JobSpec`."""
+    run_config: dict[str, Any]
+    """What we do: every number explicit."""
+    attempt: int
+    """How many times it was started."""
+    slots: int
+    """GPUs (or CPU slots) that it needs."""
+    node: str | None
+    """Where it runs."""
+    plan: dict[str, Any]
+    """What the run was expected to cost when it was submitted."""
+    progress: ProgressOut
+    queue: QueueOut
+    error: JobErrorOut | None
+    model: str | None
+    """Name of the result, once there is one."""
+    artifacts: list[ArtifactOut]
+
+    @classmethod
+    def of(cls, job: Job, *, artifacts: Sequence[Artifact] = (), position: int | None = None) -> Self:
+        return cls(
+            id=job.id,
+            kind=job.kind,
+            name=job.name,
+            labels=job.labels,
+            priority=job.priority,
+            state=job.state,
+            created_at=int(job.created_at),
+            started_at=whole(job.started_at),
+            finished_at=whole(job.finished_at),
+            spec=job.spec,
+            run_config=job.run_config,
+            attempt=job.attempt,
+            slots=job.slots,
+            node=job.node,
+            plan=job.plan,
+            progress=ProgressOut.model_validate(job.progress),
+            queue=QueueOut(position=position, reason=job.queue_reason),
+            error=JobErrorOut.model_validate(job.error) if job.error else None,
+            model=job.result_model,
+            artifacts=[ArtifactOut.of(artifact) for artifact in artifacts],
+        )
+
+
+class JobList(ListOut):
+    data: list[JobOut]
+
+
+class EventOut(Out):
+    """One thing that happened to a job; also what each frame of its stream carries."""
+
+    id: str
+    object: Literal["job.event"] = "job.event"
+    seq: int
+    """1, 2, 3, … within the job, without holes."""
+    type: str
+    """`state`, `step`, `evaluated`, `checkpoint`, `log`, `progress`, `started`, `finished`, `stopped` or `failed`."""
+    level: str
+    message: str
+    data: dict[str, Any]
+    attempt: int
+    created_at: int
+
+    @classmethod
+    def of(cls, event: JobEvent) -> Self:
+        return cls(
+            id=str(event.seq),
+            seq=event.seq,
+            type=event.type,
+            level=event.level,
+            message=event.message,
+            data=event.data,
+            attempt=event.attempt,
+            created_at=int(event.created_at),
+        )
+
+
+class EventList(ListOut):
+    data: list[EventOut]
+
+
+class MetricsOut(Out):
+    """Numbers over steps, thinned to `max_points` each; first, last and extremes stay."""
+
+    object: Literal["job.metrics"] = "job.metrics"
+    series: dict[str, list[tuple[int, float]]]
+    """Name -> pairs of step and value, by step."""
+
+
+class CheckpointOut(Out):
+    """A checkpoint that is whole; `id` is a model name to sample from."""
+
+    id: str
+    object: Literal["job.checkpoint"] = "job.checkpoint"
+    job_id: str
+    step: int
+    attempt: int
+    bytes: int
+    metrics: dict[str, Any]
+    created_at: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        return cls(
+            id=checkpoint.id,
+            job_id=checkpoint.job_id,
+            step=checkpoint.step,
+            attempt=checkpoint.attempt,
+            bytes=checkpoint.bytes,
+            metrics=checkpoint.metrics,
+            created_at=int(checkpoint.created_at),
+        )
+
+
+class CheckpointList(ListOut):
+    data: list[CheckpointOut]
+
+
+class ArtifactList(ListOut):
+    """A result's files and its manifest."""
+
+    data: list[ArtifactOut]
+    manifest: dict[str, Any] | None
+    """What made it: run config, seed, versions, hashes of the data. Null until the job has a result."""
+
+
+# Models
+
+
+class ModelOut(Out):
+    """OpenAI's model object, with what we know of it."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    job_id: str | None
+    """The job that made it."""
+    shape: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: Model) -> Self:
+        return cls(
+            id=model.id,
+            created=int(model.created_at),
+            owned_by=model.project_id or "trainshed",
+            job_id=model.job_id,
+            shape=model.shape,
+        )
+
+
+class ModelList(ListOut):
+    data: list[ModelOut]
+
+
+# Completions
+
+
+class UsageOut(Out):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionChoice(Out):
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length"]
+    logprobs: None = None
+
+
+class CompletionOut(Out):
+    """OpenAI's completion object."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageOut
+
+
+class ChatMessageOut(Out):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Out):
+    index: int
+    message: ChatMessageOut
+    finish_reason: Literal["stop", "length"]
+    logprobs: None = None
+
+
+class ChatCompletionOut(Out):
+    """OpenAI's chat completion object."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageOut
+
+
+# Keys
+
+
+class KeyOut(Out):
+    """A key, without its secret."""
+
+    id: str
+    object: Literal["key"] = "key"
+    name: str
+    scopes: list[str]
+    created_at: int
+    expires_at: int | None
+    revoked_at: int | None
+
+    @classmethod
+    def of(cls, key: ApiKey) -> Self:
+        return cls(**_key(key))
+
+
+class NewKeyOut(KeyOut):
+    """A key just made, with the secret that is shown this once."""
+
+    secret: str
+
+    @classmethod
+    def made(cls, key: ApiKey, secret: str) -> Self:
+        return cls(**_key(key), secret=secret)
+
+
+class KeyList(ListOut):
+    data: list[KeyOut]
+
+
+def _key(key: ApiKey) -> dict[str, Any]:
+    return {
+        "id": key.id,
+        "name": key.name,
+        "scopes": key.scopes,
+        "created_at": int(key.created_at),
+        "expires_at": whole(key.expires_at),
+        "revoked_at": whole(key.revoked_at),
+    }
+
+
+# Nodes
+
+
+class SlotOut(Out):
+    """One GPU (or CPU slot)."""
+
+    index: int
+    job_id: str | None
+    """The job of your project that holds it."""
+    held: bool
+
+
+class NodeOut(Out):
+    """A host that runs jobs."""
+
+    id: str
+    """Its name."""
+    object: Literal["node"] = "node"
+    device: str
+    alive: bool
+    """Whether it was heard of lately."""
+    draining: bool
+    heartbeat_at: int
+    slots: list[SlotOut]
+
+    @classmethod
+    def of(cls, status: NodeStatus, *, mine: Collection[str]) -> Self:
+        """`mine` are the jobs that the caller may know of."""
+        return cls(
+            id=status.node.name,
+            device=status.node.device,
+            alive=status.is_alive,
+            draining=status.node.draining,
+            heartbeat_at=int(status.node.heartbeat_at),
+            slots=[
+                SlotOut(
+                    index=slot.index,
+                    job_id=slot.job_id if slot.job_id in mine else None,
+                    held=slot.job_id is not None,
+                )
+                for slot in status.slots
+            ],
+        )
+
+
+class NodeList(ListOut):
+    data: list[NodeOut]
+
+
+# Health
+
+
+class AliveOut(Out):
+    status: Literal["ok"] = "ok"
+
+
+class ReadyOut(Out):
+    """Whether jobs can be taken and run, and what is missing if not."""
+
+    status: Literal["ready", "not ready"]
+    checks: dict[str, str]
+    """`ok`, or what is wrong, for `database`, `broker` and `worker`."""
+
+
+def whole(seconds: float | None) -> int | None:
+    """Unix seconds as the API shows them."""
+    return None if seconds is None else int(seconds)

@@ -1,0 +1,247 @@
+"""`trainshed serve`: all of it on this machine, in the foreground. Its parts are children, restarted when they die."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from core import broker, keys, schema
+from core.db import Database
+from core.settings import Settings
+
+Say = Callable[[str], None]
+
+POLL_SECONDS = 0.2
+FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0
+STEADY_SECONDS = 30.0
+"""A child that lived this long is healthy: its next death starts from the shortest back-off again."""
+API_SECONDS = 5.0
+"""How long the API and upkeep may take to end."""
+DRAIN_MARGIN_SECONDS = 15.0
+"""What a draining node gets beyond the grace of its runs."""
+
+
+class Refused(Exception):
+    """It can't start here and now; the text says what would help."""
+
+
+@dataclass
+class Child:
+    """One part, and its log."""
+
+    name: str
+    argv: list[str]
+    environment: dict[str, str]
+    log_path: Path
+    grace_seconds: float
+    pass_fds: tuple[int, ...] = ()
+    backoff: float = FIRST_BACKOFF
+    restart_at: float | None = None
+    started_at: float = 0.0
+    process: subprocess.Popen[bytes] | None = field(default=None)
+
+    def start(self) -> None:
+        with self.log_path.open("ab") as file:
+            # A session of its own: a Ctrl-C at the terminal is ours to hand on, in the order that lets runs be saved.
+            self.process = subprocess.Popen(
+                self.argv,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=self.pass_fds,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+        self.started_at, self.restart_at = time.monotonic(), None
+
+    def tend(self, say: Say) -> None:
+        """Start it again when it has died, after a while that grows with each death."""
+        now = time.monotonic()
+        if self.restart_at is not None:
+            if now >= self.restart_at:
+                self.start()
+            return
+        assert self.process is not None
+        code = self.process.poll()
+        if code is None:
+            return
+        self.backoff = FIRST_BACKOFF if now - self.started_at > STEADY_SECONDS else self.backoff
+        say(f"{self.name} ended with {code}; it starts again in {self.backoff:g} s. Its log: {self.log_path}")
+        self.restart_at = now + self.backoff
+        self.backoff = min(2 * self.backoff, LONGEST_BACKOFF)
+
+    def ask_to_end(self) -> None:
+        if self.process and self.process.poll() is None:
+            self.process.terminate()
+
+    def wait(self, hurry: threading.Event) -> None:
+        """See it end; what does not end in time, or when there is a hurry, is killed with its whole group."""
+        if not self.process:
+            return
+        deadline = time.monotonic() + self.grace_seconds
+        while self.process.poll() is None and time.monotonic() < deadline and not hurry.is_set():
+            hurry.wait(POLL_SECONDS / 4)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def serve(settings: Settings, say: Say) -> None:
+    """Run until SIGINT or SIGTERM. A second signal does not wait for runs to be saved. Raises Refused."""
+    with ExitStack() as stack:
+        stop, hurry = stack.enter_context(_signals())
+        settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        stack.enter_context(_alone(settings.data_dir))
+        listening = stack.enter_context(_listen(settings))
+        url = _url(settings.host, listening.getsockname()[1])
+        logs = settings.data_dir / "logs"
+        logs.mkdir(exist_ok=True)
+        if settings.redis_url is None:
+            stack.enter_context(broker.running(settings))
+        secret = prepare(settings)
+        children = _children(settings, logs, listening)
+        stack.callback(_end, children, hurry, say)
+        for child in children:
+            child.start()
+        _announce(url, settings, secret, say)
+        ready = False
+        while not stop.wait(POLL_SECONDS):
+            for child in children:
+                child.tend(say)
+            if not ready and _is_ready(url):
+                ready = True
+                say("Ready. Ctrl-C stops it; running jobs are saved and go on at the next start.")
+
+
+def _children(settings: Settings, logs: Path, listening: socket.socket) -> list[Child]:
+    """In the order in which they start; they end in this order too, so that who drains can still be watched."""
+    environment = {**os.environ, **settings.environment()}
+
+    def child(name: str, module: str, *arguments: str, grace_seconds: float, pass_fds: tuple[int, ...] = ()) -> Child:
+        argv = [sys.executable, "-m", module, *arguments]
+        return Child(name, argv, environment, logs / f"{name}.log", grace_seconds, pass_fds)
+
+    fd = listening.fileno()
+    return [
+        child("node", "workers.node", grace_seconds=settings.stop_grace_seconds + DRAIN_MARGIN_SECONDS),
+        child("upkeep", "workers.upkeep", grace_seconds=API_SECONDS),
+        child("api", "api.server", "--fd", str(fd), grace_seconds=API_SECONDS, pass_fds=(fd,)),
+    ]
+
+
+def _end(children: list[Child], hurry: threading.Event, say: Say) -> None:
+    """The node first: its runs are saved and queued again while the rest still stands."""
+    say("Stopping: running jobs are saved and queued again. Ctrl-C once more ends them at once.")
+    for child in children:
+        child.ask_to_end()
+        child.wait(hurry)
+    say("Stopped.")
+
+
+def prepare(settings: Settings) -> str | None:
+    """Bring the schema up to this version, and make the first key. Its secret is returned when it was just made up."""
+    schema.upgrade(settings.database)
+    database = Database(settings.database)
+    try:
+        with database.session() as session:
+            return keys.ensure_admin(session, settings.admin_key)
+    finally:
+        database.close()
+
+
+def _announce(url: str, settings: Settings, secret: str | None, say: Say) -> None:
+    say(f"Trainshed is at {url} and documents itself at {url}/docs. Data and logs: {settings.data_dir.absolute()}")
+    if secret:
+        say(f"The first admin key, shown this once and kept nowhere:\n\n    {secret}\n")
+        say(f"    export TRAINSHED_URL={url} TRAINSHED_API_KEY={secret}\n")
+
+
+def _url(host: str, port: int) -> str:
+    """Where somebody on this machine finds it."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=2.0).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def _signals() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Two events: the first signal to end sets one, the second the other."""
+    stop, hurry = threading.Event(), threading.Event()
+
+    def on_signal(number: int, frame: object) -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop, hurry
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _alone(data_dir: Path) -> Iterator[None]:
+    """Hold the data directory; the kernel lets it go with the process, however that ends."""
+    with (data_dir / "serve.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise Refused(
+                f"Another `trainshed serve` (process {holder}) works in {data_dir.absolute()}; "
+                "stop it first, or give this one another --data-dir."
+            ) from error
+        _write_pid(file)
+        yield
+
+
+def _write_pid(file: IO[str]) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+
+
+@contextmanager
+def _listen(settings: Settings) -> Iterator[socket.socket]:
+    """The API's socket. It is ours, so a taken port is said at once and a restart of the API refuses nobody."""
+    family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(address)
+        except OSError as error:
+            raise Refused(
+                f"Can't listen on {settings.host}:{settings.port}: {error.strerror}. "
+                "Stop what listens there, or choose another --port (0 takes a free one)."
+            ) from error
+        listening.listen(2048)
+        yield listening
+
+
+def _die_with_parent() -> None:
+    """In the child, before it begins: end when `serve` is killed, so that the next one finds nobody in its place."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

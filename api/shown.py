@@ -1,0 +1,23 @@
+"""A job as the API shows it: its row, with what other tables know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy.orm import Session
+
+from api.schemas import JobOut
+from core import artifacts, scheduler
+from core.models import Job
+
+
+def shown(session: Session, job: Job) -> JobOut:
+    """One job, whole."""
+    found = artifacts.of_jobs(session, [job.id])
+    return JobOut.of(job, artifacts=found.get(job.id, ()), position=scheduler.position(session, job))
+
+
+def shown_all(session: Session, jobs: Sequence[Job]) -> list[JobOut]:
+    """A page of jobs. The position in the queue is left out: it costs a count for each."""
+    found = artifacts.of_jobs(session, [job.id for job in jobs])
+    return [JobOut.of(job, artifacts=found.get(job.id, ())) for job in jobs]

@@ -1,0 +1,164 @@
+"""What is true of every request: who may ask, how errors look, and that nothing from outside makes us fail."""
+
+import json
+import socket
+
+import httpx
+import pytest
+
+from core import nodes
+from tests.api import driving
+from tests.api.conftest import DEADLINE_SECONDS
+
+ROUTES = [
+    ("GET", "/v1/jobs"), ("POST", "/v1/jobs"), ("GET", "/v1/jobs/job-1"), ("POST", "/v1/jobs/job-1/cancel"),
+    ("GET", "/v1/jobs/job-1/stream"), ("GET", "/v1/jobs/job-1/artifacts.tar"), ("GET", "/v1/files"),
+    ("POST", "/v1/files"), ("GET", "/v1/files/file-1/content"), ("DELETE", "/v1/files/file-1"), ("GET", "/v1/models"),
+    ("GET", "/v1/models/a/b"), ("POST", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
+    ("GET", "/v1/nodes"), ("GET", "/v1/keys"), ("POST", "/v1/keys"), ("DELETE", "/v1/keys/key-1"),
+]  # fmt: skip
+
+
+def envelope(answer: httpx.Response, status: int) -> dict:
+    """The error of an answer that is one, in full form."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["x-request-id"].startswith("req-")
+    error = answer.json()["error"]
+    assert set(error) >= {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize("key", [None, "ts_nope_nope", "x", "ts_" + "a" * 24 + "_" + "b" * 43])
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_without_a_good_key_no_route_says_anything(live, method, path, key):
+    with live.http(key) as http:
+        answer = http.request(method, path, json={} if method == "POST" else None)
+    error = envelope(answer, 401)
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_key_that_may_only_read_can_do_just_that(live):
+    with live.http(live.key("read")) as http:
+        assert http.get("/v1/jobs").status_code == 200
+        for method, path in [("POST", "/v1/files"), ("POST", "/v1/jobs/job-1/cancel"), ("GET", "/v1/keys")]:
+            assert envelope(http.request(method, path), 403)["code"] == "insufficient_scope"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        pytest.param("GET", "/v1/nothing", 404, id="an unknown path"),
+        pytest.param("GET", "/v1/jobs/", 404, id="a slash too many"),
+        pytest.param("GET", "/nothing", 404, id="outside of v1"),
+        pytest.param("PUT", "/v1/jobs", 405, id="a method that is not there"),
+        pytest.param("GET", "/v1/jobs/job-%00", 404, id="NUL in a path"),
+        pytest.param("GET", "/v1/jobs/a%0d%0aset-cookie:%20x", 404, id="a header in a path"),
+        pytest.param("GET", "/v1/jobs?after=%00", 404, id="NUL in a query"),
+        pytest.param("GET", "/v1/jobs?limit=0", 400, id="a limit too small"),
+        pytest.param("GET", "/v1/jobs?limit=99999999999999999999", 400, id="a limit too large"),
+        pytest.param("GET", "/v1/jobs?after=job-nope", 404, id="an unknown cursor"),
+        pytest.param("GET", "/v1/jobs?state=asleep", 400, id="an unknown state"),
+        pytest.param("GET", "/v1/files/..%2f..%2fetc%2fpasswd", 404, id="a path for an id"),
+        pytest.param("GET", "/v1/jobs/" + "x" * 5000, 404, id="an id that is too long"),
+    ],
+)
+def test_an_odd_request_is_told_so_in_the_envelope(http, method, path, status):
+    envelope(http.request(method, path), status)
+
+
+def test_a_wrong_method_is_told_which_there_are(http):
+    assert {"GET", "POST"} & set(http.put("/v1/jobs").headers["allow"].split(", "))
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type"),
+    [
+        pytest.param(b"{", "application/json", id="broken off"),
+        pytest.param(b"", "application/json", id="empty"),
+        pytest.param(b"[]", "application/json", id="a list"),
+        pytest.param(b"null", "application/json", id="null"),
+        pytest.param(b'{"kind": "\xff"}', "application/json", id="not UTF-8"),
+        pytest.param(b"[" * 100_000, "application/json", id="too deep"),
+        pytest.param(b'{"kind": ' + b"9" * 5000 + b"}", "application/json", id="a huge integer"),
+        pytest.param(b"{}", "text/plain", id="of another type"),
+        pytest.param(b"kind=pretrain", "application/x-www-form-urlencoded", id="a form"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_a_bad_request(http, body, content_type):
+    envelope(http.post("/v1/jobs", content=body, headers={"content-type": content_type}), 400)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_what_is_not_a_finite_number_is_refused(http, number):
+    body = (
+        '{"kind": "finetune", "model": {"base": "a"}, "data": {"train": ["file-1"]}, "training": {"lr": %s}}' % number
+    )
+    answer = http.post("/v1/jobs", content=body, headers={"content-type": "application/json"})
+    assert envelope(answer, 400)["param"] == "training.lr"
+
+
+def test_a_body_that_is_too_large_is_refused_while_it_comes_in(http):
+    def chunks():
+        for _ in range(64):
+            yield b" " * 1024 * 1024
+
+    answer = http.post("/v1/jobs", content=chunks(), headers={"content-type": "application/json"})
+    envelope(answer, 413)
+
+
+def test_our_own_mistakes_show_an_id_and_no_stack(http, monkeypatch):
+    def listing(session):
+        raise RuntimeError("the secret of the house")
+
+    monkeypatch.setattr(nodes, "listing", listing)
+    answer = http.get("/v1/nodes")
+    error = envelope(answer, 500)
+    assert error["type"] == "server_error"
+    assert "secret" not in answer.text
+    assert "Traceback" not in answer.text
+
+
+def test_every_answer_has_an_id_of_its_own(http):
+    assert http.get("/healthz").headers["x-request-id"] != http.get("/healthz").headers["x-request-id"]
+
+
+def test_nobody_learns_that_another_projects_things_exist(live, http, tmp_path):
+    file = driving.upload(http)
+    job = driving.finished(live.services, http, tmp_path)
+    with live.http(live.key()) as stranger:
+        for method, path in [
+            ("GET", f"/v1/jobs/{job}"), ("POST", f"/v1/jobs/{job}/cancel"), ("POST", f"/v1/jobs/{job}/pause"),
+            ("POST", f"/v1/jobs/{job}/resume"), ("GET", f"/v1/jobs/{job}/events"), ("GET", f"/v1/jobs/{job}/stream"),
+            ("GET", f"/v1/jobs/{job}/metrics"), ("GET", f"/v1/jobs/{job}/logs"), ("GET", f"/v1/jobs/{job}/checkpoints"),
+            ("GET", f"/v1/jobs/{job}/artifacts"), ("GET", f"/v1/jobs/{job}/artifacts/manifest.json"),
+            ("GET", f"/v1/jobs/{job}/artifacts.tar"), ("GET", f"/v1/files/{file['id']}"),
+            ("GET", f"/v1/files/{file['id']}/content"), ("GET", f"/v1/files/{file['id']}/report"),
+            ("DELETE", f"/v1/files/{file['id']}"), ("GET", f"/v1/jobs?after={job}"),
+        ]:  # fmt: skip
+            foreign, absent = stranger.request(method, path), stranger.request(method, path.replace(job, "job-0"))
+            assert envelope(foreign, 404)["code"] == "not_found"
+            if job in path:
+                assert foreign.json()["error"]["message"].replace(job, "job-0") == absent.json()["error"]["message"]
+        assert stranger.get("/v1/jobs").json()["data"] == []
+        assert stranger.get("/v1/files").json()["data"] == []
+        answer = stranger.post("/v1/jobs", json=driving.spec(file["id"]))
+        assert "data.train" in envelope(answer, 404)["param"]
+
+
+def test_an_upload_without_a_key_is_refused_before_its_bytes_are_read(live):
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_SECONDS) as connection:
+        connection.sendall(
+            b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+            b"content-length: 100000000\r\n\r\n--b\r\n"
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
+
+
+def test_measures_count_requests_and_jobs_by_state(live, http):
+    driving.submit(http)
+    measures = http.get("/metrics").text
+    assert 'trainshed_http_requests_total{method="POST",route="/v1/jobs",status="201"}' in measures
+    assert 'trainshed_jobs{state="queued"}' in measures
+    assert 'trainshed_jobs{state="paused"}' in measures
