@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from engine.data.format import InvalidData
 from engine.events import ErrorCode, Failed
 
 FOLDER = "failures"
@@ -52,8 +53,11 @@ def explain(error: BaseException, *, rank: int) -> Failed:
                 hint="Lower training.micro_batch or data.seq_len, recompute more, or use more ranks.",
                 rank=rank,
             )
+        case InvalidData():
+            return Failed(code="invalid_data", message=str(error), rank=rank)
         case ValidationError():
-            return Failed(code="invalid_model", message=" ".join(str(error).split()), rank=rank)
+            faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+            return Failed(code="invalid_model", message=f"run.json: {'; '.join(faults)}", rank=rank)
     return Failed(
         code="internal",
         message=f"{type(error).__name__}: {said}",

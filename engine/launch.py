@@ -23,6 +23,7 @@ from types import FrameType
 from engine import failure
 from engine.emit import Emitter, last_event
 from engine.events import Failed, Finished, Stopped
+from engine.standing import RENDEZVOUS
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def start(run_file: Path, *, ranks: int, threads: int | None, rendezvous: Path, 
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": str(threads or max(1, cores() // ranks)),
-        "ENGINE_RENDEZVOUS": rendezvous.as_uri(),
+        RENDEZVOUS: rendezvous.as_uri(),
     }
     at_birth = die_with(os.getpid())
     for number in range(ranks):

@@ -6,7 +6,6 @@ World ranks are an arange reshaped to (pipeline, data, context, tensor): tensor 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,14 +16,12 @@ import torch
 import torch.distributed as dist
 
 from engine.config import Parallel
+from engine.standing import standing
 
 Axis = Literal["tensor", "context", "data", "pipeline"]
 
 AXES: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
 """Fastest first."""
-
-RENDEZVOUS = "ENGINE_RENDEZVOUS"
-"""Environment variable with the address where ranks meet (`file:///…`); without it torchrun's `env://` is used."""
 
 
 @dataclass
@@ -101,7 +98,8 @@ def build(
     rank takes the device of its local rank. A collective that waits longer than `timeout` raises. An already formed
     world is used as it is and left open by `close`. Raises ValueError where `parallel` asks for other than those ranks.
     """
-    world_rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in _RANK_VARIABLES)
+    me = standing()
+    world_rank, world_size, local_rank = me.world_rank, me.world_size, me.local_rank
     if parallel.ranks != world_size:
         raise ValueError(
             f"parallel asks for {parallel.ranks} ranks ({_asked(parallel)}) but {world_size} run; "
@@ -117,7 +115,7 @@ def build(
         dist.init_process_group(
             # gloo beside nccl: host tensors (object gathers, files' facts) travel without the device.
             backend="cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
-            init_method=os.environ.get(RENDEZVOUS, "env://"),
+            init_method=me.rendezvous or "env://",
             rank=world_rank,
             world_size=world_size,
             timeout=timeout,
@@ -132,9 +130,6 @@ def build(
             if world_rank in ranks:
                 groups[axis] = group
     return Mesh(parallel, world_rank, where, groups, owns_world)
-
-
-_RANK_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
 def _asked(parallel: Parallel) -> str:

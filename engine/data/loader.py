@@ -53,6 +53,10 @@ class Loader:
         filled = self.rows.filled[self.order(step_index)]
         return int(np.minimum(filled, self.rows.seq_len).sum())
 
+    def pairs(self, step_index: int) -> int:
+        """Pairs of tokens of one document in the step over all ranks: what its attention costs."""
+        return int(self.rows.pairs[self.order(step_index)].sum())
+
     def order(self, step_index: int) -> Array:
         """The rows of a step, over all ranks."""
         first, count = step_index * self.batch, len(self.rows)

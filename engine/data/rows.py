@@ -47,6 +47,9 @@ class Rows:
         sums = np.concatenate([[0], np.cumsum(lengths)])
         self.filled: Array = sums[bounds[1:]] - sums[bounds[:-1]]
         """For each row, the places that are not padding."""
+        squares = np.concatenate([[0], np.cumsum(lengths**2)])
+        self.pairs: Array = squares[bounds[1:]] - squares[bounds[:-1]]
+        """For each row, (token, token of the same document), padding left out: what attention works on."""
 
     def __len__(self) -> int:
         return len(self._bounds) - 1

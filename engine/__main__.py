@@ -1,0 +1,136 @@
+"""The engine's command line: `python -m engine train`, `launch`, `serve`, `generate`, each in a module of its own."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+def train(arguments: argparse.Namespace) -> int:
+    from engine import rank
+
+    return rank.main(arguments.run_file)
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    from engine import launch
+
+    return launch.main(
+        arguments.run_file,
+        ranks=arguments.ranks,
+        threads=arguments.threads,
+        heartbeat_timeout=arguments.heartbeat_timeout,
+    )
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from engine.generate import serve
+
+    try:
+        serve(arguments.model, sys.stdin, sys.stdout, device=torch.device(arguments.device))
+    except ValueError as error:
+        return refused(error)
+    return 0
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from engine.generate import Sampler, Sampling
+
+    try:
+        sampler = Sampler.load(arguments.model, torch.device(arguments.device))
+        asked = {name: getattr(arguments, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
+        completion = sampler.complete(sampler.tokenizer.prompt(arguments.prompt), Sampling(**asked))
+    except ValueError as error:
+        return refused(error)
+    sys.stdout.write(f"{completion.text}\n")
+    return 0
+
+
+def refused(error: ValueError) -> int:
+    """Say in words why nothing came of it; the exit code."""
+    sys.stderr.write(f"{error}\n")
+    return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their arguments."""
+    root = argparse.ArgumentParser(prog="python -m engine", description="Train a model from a run.json.")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=about, description=about)
+        sub.set_defaults(run=run)
+        return sub
+
+    def run_file(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("run_file", type=existing, metavar="RUN_JSON", help="the run; its folder is worked in")
+
+    run_file(command("train", train, "Train as one rank: alone, or under torchrun or `launch`."))
+    sub = command("launch", launch, "Start the ranks of a run on this host, and answer for them.")
+    run_file(sub)
+    sub.add_argument("--ranks", type=positive, required=True, help="processes to start")
+    sub.add_argument("--threads", type=positive, help="threads of each rank; default: its share of the cores")
+    sub.add_argument(
+        "--heartbeat-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="expect a byte on stdin at least this often, and kill everything when it stays away",
+    )
+
+    def model(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("model", type=folder, metavar="MODEL_DIR", help="a folder in Hugging Face layout")
+        sub.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N; default: cpu")
+
+    model(
+        command("serve", serve, "Load a model, then answer a JSON request a line on stdin with a JSON line on stdout.")
+    )
+    sub = command("generate", generate, "Continue a prompt once.")
+    model(sub)
+    sub.add_argument("--prompt", required=True)
+    sub.add_argument("--max-tokens", type=positive, default=128)
+    sub.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token each time")
+    sub.add_argument("--top-p", type=float, default=1.0)
+    sub.add_argument("--seed", type=int, default=0)
+    return root
+
+
+def folder(text: str) -> Path:
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+    return path
+
+
+def existing(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return path
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    code: int = arguments.run(arguments)
+    return code
+
+
+if __name__ == "__main__":
+    ended = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    # Taking process groups apart waits for ranks that may be gone.
+    os._exit(ended)

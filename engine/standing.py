@@ -1,0 +1,36 @@
+"""Which of a run's processes this is, as our launcher or torchrun said. The engine reads its environment here only."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+RENDEZVOUS = "ENGINE_RENDEZVOUS"
+"""Variable with the address where ranks meet (`file:///…`), set by our launcher."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One process among the ranks."""
+
+    world_rank: int
+    world_size: int
+    local_rank: int
+    """Among the ranks of this host; its number of device."""
+    rendezvous: str | None
+    """The address where ranks meet; None: torchrun's `env://`, or nobody to meet."""
+
+    @property
+    def launched(self) -> bool:
+        """Our launcher looks after this rank."""
+        return self.rendezvous is not None
+
+
+def standing() -> Standing:
+    """Of this process; a run of one rank where nobody said."""
+    return Standing(
+        world_rank=int(os.environ.get("RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        rendezvous=os.environ.get(RENDEZVOUS),
+    )

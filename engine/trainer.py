@@ -1,0 +1,387 @@
+"""The story of a run, as each rank lives it: meet, prepare, build, resume, step after step, export.
+
+What it is made of is told elsewhere: the loss in `engine.model`, the update in `engine.optimizer`, what lasts in
+`engine.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from math import isfinite, prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from engine import checkpoint, lora, weights
+from engine.batch import IGNORE, Batch
+from engine.checkpoint import Facts
+from engine.config import RunConfig
+from engine.data.format import InvalidData
+from engine.data.loader import Loader
+from engine.data.prepare import Prepared, load_tokenizer, open_prepared, prepare, tokenizer_for
+from engine.events import CheckpointSaved, ErrorCode, Evaluated, Event, Finished, Log, Progress, Started, Step, Stopped
+from engine.export import export
+from engine.failure import RunFailure
+from engine.mesh import Mesh, build
+from engine.model import Decoder
+from engine.optimizer import Optimizer
+from engine.placement import placement_of
+from engine.plan.flops import model_flops
+from engine.schedule import learning_rate
+from engine.stop import StopWish
+from engine.together import together
+from engine.tokenizer import Tokenizer
+
+Emit = Callable[[Event], None]
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CHECKPOINTS = "checkpoints"
+PATIENCE = timedelta(days=1)
+"""How long ranks wait for one another: one tokenises for all, and their launcher ends those whose peer is gone."""
+PROGRESS_SECONDS = 0.5
+"""Least time between two progress events of a phase, its last aside."""
+
+
+def train(run: RunConfig, run_dir: Path, emit: Emit, wish: StopWish) -> None:
+    """Do all of `run`, and emit how it goes, up to `finished` or `stopped`.
+
+    Raises Stop where it is told to stop and has nothing to save, RunFailure or another error where it can't go on.
+    """
+    with blame("invalid_model"):
+        mesh = build(run.parallel, run.device, timeout=PATIENCE)
+    report = Reporter(emit)
+    tokenizer, prepared = ready_data(run, run_dir, mesh, report)
+    report("model", 0, 1, "models")
+    with blame("invalid_model"):
+        decoder = ready_model(run, run_dir, mesh, tokenizer)
+    report("model", 1, 1, "models")
+    work = Work(run, run_dir, mesh, emit, wish, tokenizer, prepared, decoder)
+    work.resume()
+    wish.note()
+    work.announce()
+    if not work.all_steps():
+        emit(Stopped(step=work.step))
+    else:
+        wish.heed()
+        export(run, run_dir, decoder, tokenizer, lambda done, total: report("export", done, total, "folders"))
+        wish.note()
+        emit(Finished(step=work.step, tokens=work.tokens))
+    mesh.close()
+
+
+def ready_data(run: RunConfig, run_dir: Path, mesh: Mesh, report: Reporter) -> tuple[Tokenizer, Prepared]:
+    """Tokenizer and rows: rank 0 makes them, and all open them."""
+    with together(mesh):
+        if mesh.world_rank == 0:
+            with blame("invalid_model"):
+                tokenizer = tokenizer_for(run, run_dir, report)
+            with blame("invalid_data"):
+                prepare(run, run_dir, tokenizer, report)
+    return load_tokenizer(run_dir), open_prepared(run_dir)
+
+
+def ready_model(run: RunConfig, run_dir: Path, mesh: Mesh, tokenizer: Tokenizer) -> Decoder:
+    """The model to train: of random weights, or of the base's, with adapters where the run asks for them."""
+    base = None if run.base is None else run_dir / run.base
+    shape = run.model if base is None else weights.read_shape(base)
+    assert shape is not None
+    if base is not None:
+        run.check_shape(shape)
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} entries and the model's vocab_size is {shape.vocab_size}; "
+            f"use a tokenizer of at most {shape.vocab_size}"
+        )
+    seed = run.training.seed
+    decoder = Decoder(
+        shape,
+        mesh,
+        recompute=run.recompute,
+        dtype=DTYPES[run.training.precision],
+        seed=seed if base is None else None,
+    )
+    decoder.dropout_seed = seed
+    if base is not None:
+        weights.load(decoder, base)
+    if run.lora is not None:
+        lora.adapt(decoder, run.lora, seed=seed)
+    return decoder.train()
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the ranks know about a step before they take it."""
+
+    labels: int
+    """Of the global batch."""
+    stop: bool
+    """Some rank was told to stop."""
+    memory_bytes: int
+    """Held by the rank that holds most."""
+
+
+class Work:
+    """The steps of a run, on one rank."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        run_dir: Path,
+        mesh: Mesh,
+        emit: Emit,
+        wish: StopWish,
+        tokenizer: Tokenizer,
+        prepared: Prepared,
+        decoder: Decoder,
+    ) -> None:
+        self.run, self.run_dir, self.mesh, self.emit, self.wish = run, run_dir, mesh, emit, wish
+        self.tokenizer, self.prepared, self.decoder = tokenizer, prepared, decoder
+        training = run.training
+        self.optimizer = Optimizer(
+            decoder.named_parameters(), mesh, training=training, shard=run.parallel.shard_optimizer
+        )
+        self.loader = self._loader()
+        self.total_steps = training.steps or self.loader.steps(training.epochs or 0)
+        self.step = 0
+        """Steps done."""
+        self.tokens = 0
+        """Trained on so far, padding left out."""
+        # Adapters mean nothing without the very weights they were made on.
+        self.base = checkpoint.fingerprint(run_dir / run.base) if run.lora is not None and run.base else None
+
+    def resume(self) -> None:
+        """Go on from the run's checkpoint, if it has one."""
+        if self.run.resume is None:
+            return
+        facts = checkpoint.load(self.run_dir / self.run.resume, self.optimizer, base=self.base)
+        self.step, self.tokens, self.wish.safe_step = facts.step, facts.tokens, facts.step
+        if facts.seed != self.run.training.seed:
+            self.emit(
+                Log(
+                    level="warning",
+                    message=f"training.seed is {self.run.training.seed}, and was {facts.seed} before the checkpoint: "
+                    "rows come in another order from here on",
+                )
+            )
+
+    def announce(self) -> None:
+        """Emit what is about to be trained."""
+        for note in self.prepared.notes:
+            self.emit(Log(level="warning", message=note))
+        train, validation = self.prepared.train, self.prepared.validation
+        if len(train) < self.run.training.global_batch:
+            self.emit(
+                Log(
+                    level="warning",
+                    message=f"there are {len(train)} training rows, so a step has {len(train)} rows and not "
+                    f"training.global_batch={self.run.training.global_batch}",
+                )
+            )
+        parameters = list(self.decoder.parameters())
+        self.emit(
+            Started(
+                total_steps=self.total_steps,
+                start_step=self.step,
+                ranks=self.run.parallel.ranks,
+                parameters=count(parameters),
+                trainable_parameters=count([parameter for parameter in parameters if parameter.requires_grad]),
+                train_rows=len(train),
+                train_tokens=train.tokens,
+                validation_rows=0 if validation is None else len(validation),
+                vocab_size=self.decoder.shape.vocab_size,
+                device=device_name(self.mesh.device),
+            )
+        )
+
+    def all_steps(self) -> bool:
+        """Take the steps that are left, validate and save in between; False where told to stop before the last."""
+        training = self.run.training
+        while self.step < self.total_steps:
+            begun = time.perf_counter()
+            batches = self.loader.step(self.step)
+            agreed = self.agree(batches)
+            if agreed.stop:
+                self.save()
+                return False
+            self.take_step(batches, agreed, begun)
+            if is_due(self.step, training.eval_every, self.total_steps):
+                self.validate()
+            if is_due(self.step, training.checkpoint_every, self.total_steps):
+                self.save()
+        return True
+
+    def agree(self, batches: list[Batch]) -> Agreed:
+        """Add up over all ranks what each must know before the step; one small exchange."""
+        # Ranks that differ along other axes than data hold the same labels.
+        counts = all(self.mesh.rank(axis) == 0 for axis in ("tensor", "context", "pipeline"))
+        labels = sum(int((batch.labels_BT != IGNORE).sum()) for batch in batches) if counts else 0
+        ranks = self.run.parallel.ranks
+        facts = torch.zeros(2 + ranks, dtype=torch.int64)
+        facts[0], facts[1] = labels, int(self.wish.wanted)
+        facts[2 + self.mesh.world_rank] = memory_bytes(self.mesh.device)
+        if ranks > 1:
+            facts = facts.to(self.mesh.device)
+            dist.all_reduce(facts)
+        labels, wishes, *memory = facts.tolist()
+        return Agreed(labels, wishes > 0, max(memory))
+
+    def take_step(self, batches: list[Batch], agreed: Agreed, begun: float) -> None:
+        """Train on one global batch."""
+        number = self.step + 1
+        lr = learning_rate(number, total_steps=self.total_steps, training=self.run.training)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for batch in batches:
+            parts = self.decoder.loss(batch)
+            # The mean over all labels of the step, wherever they are: never a mean of means.
+            (parts.loss_sum / max(1, agreed.labels)).backward()  # type: ignore[no-untyped-call]
+            loss_sum += parts.loss_sum.detach()
+        norm = self.optimizer.sum_gradients()
+        loss = self._over_data(loss_sum).item() / max(1, agreed.labels)
+        if not (isfinite(loss) and isfinite(norm)):
+            raise non_finite(number, loss=loss, norm=norm)
+        self.optimizer.update(lr=lr, norm=norm)
+        seconds = time.perf_counter() - begun
+        tokens = self.loader.tokens(self.step)
+        self.step, self.tokens = number, self.tokens + tokens
+        self.emit(
+            Step(
+                step=number,
+                loss=loss,
+                lr=lr,
+                grad_norm=norm,
+                tokens=self.tokens,
+                tokens_per_second=tokens / seconds,
+                step_seconds=seconds,
+                mfu=self._utilisation(number - 1, tokens, seconds),
+                memory_bytes=agreed.memory_bytes,
+            )
+        )
+
+    def validate(self) -> None:
+        """Emit the loss over all validation rows, where there are any."""
+        if self.prepared.validation is None:
+            return
+        loader = self._loader(validation=True)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        self.decoder.eval()
+        with torch.no_grad():
+            for batch in loader.sweep():
+                parts = self.decoder.loss(batch)
+                sums += torch.stack([part.double() for part in (parts.loss_sum, parts.label_count, parts.correct)])
+        self.decoder.train()
+        loss_sum, labels, correct = self._over_data(sums).tolist()
+        labels = max(1, int(labels))
+        self.emit(Evaluated(step=self.step, loss=loss_sum / labels, token_accuracy=correct / labels, tokens=labels))
+
+    def save(self) -> None:
+        """Publish a checkpoint of this step, unless the run already has one to go on from."""
+        if self.step == self.wish.safe_step:
+            return
+        begun = time.perf_counter()
+        saved = checkpoint.save(
+            self.run_dir / CHECKPOINTS,
+            self.optimizer,
+            Facts(self.step, self.tokens, self.run.training.seed, self.base),
+            keep=self.run.training.keep_checkpoints,
+            beside=lambda folder: self.tokenizer.save(folder / "tokenizer"),
+        )
+        self.wish.safe_step = self.step
+        self.emit(
+            CheckpointSaved(
+                step=self.step,
+                path=str(saved.path.relative_to(self.run_dir)),
+                bytes=saved.bytes,
+                seconds=time.perf_counter() - begun,
+            )
+        )
+
+    def _loader(self, *, validation: bool = False) -> Loader:
+        rows = self.prepared.validation if validation else self.prepared.train
+        assert rows is not None
+        return Loader(
+            rows,
+            seed=self.run.training.seed,
+            global_batch=self.run.training.global_batch,
+            micro_batch=self.run.training.micro_batch,
+            data_rank=self.mesh.rank("data"),
+            data_size=self.mesh.size("data"),
+            device=self.mesh.device,
+        )
+
+    def _over_data(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sum over data ranks; ranks along other axes have the same already."""
+        if (group := self.mesh.group("data")) is not None:
+            dist.all_reduce(sums, group=group)
+        return sums
+
+    def _utilisation(self, step_index: int, tokens: int, seconds: float) -> float | None:
+        if self.run.peak_flops_per_rank is None:
+            return None
+        flops = model_flops(self.decoder.shape, tokens=tokens, pairs=self.loader.pairs(step_index), lora=self.run.lora)
+        return flops / (seconds * self.run.parallel.ranks * self.run.peak_flops_per_rank)
+
+
+class Reporter:
+    """Turns calls of long work into progress events, a few a second."""
+
+    def __init__(self, emit: Emit) -> None:
+        self.emit = emit
+        self._last: dict[str, float] = {}
+
+    def __call__(self, phase: str, done: int, total: int, unit: str) -> None:
+        now = time.monotonic()
+        if done < total and now - self._last.get(phase, -PROGRESS_SECONDS) < PROGRESS_SECONDS:
+            return
+        self._last[phase] = now
+        self.emit(Progress(phase=phase, done=done, total=total, unit=unit))
+
+
+@contextmanager
+def blame(code: ErrorCode) -> Iterator[None]:
+    """A bad value met in this block is the run's failure, for the reason `code`."""
+    try:
+        yield
+    except InvalidData:
+        raise
+    except ValueError as error:
+        raise RunFailure(code, str(error)) from error
+
+
+def is_due(step: int, every: int | None, total_steps: int) -> bool:
+    """Whether what happens every so many steps, and after the last, happens after `step`."""
+    return step == total_steps or (every is not None and step % every == 0)
+
+
+def non_finite(step: int, *, loss: float, norm: float) -> RunFailure:
+    what = f"the loss is {loss}" if not isfinite(loss) else f"the gradient's norm is {norm}"
+    return RunFailure(
+        "non_finite_loss",
+        f"{what} at step {step}",
+        "Lower training.lr, lengthen training.warmup, or resume from an earlier checkpoint; weights that are already "
+        "not finite come from the base.",
+    )
+
+
+def count(parameters: list[Parameter]) -> int:
+    """Elements of the global tensors, each counted once."""
+    return sum(prod(placement_of(parameter).shape) for parameter in parameters)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most that this rank has held so far: of the device's memory, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Kilobytes, except on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
