@@ -91,3 +91,27 @@ def trained(model: Decoder, on: Batch) -> tuple[float, dict[str, Tensor]]:
     mean = parts.loss_sum / parts.label_count
     mean.backward()
     return mean.item(), gradients(model)
+
+
+def saved_by_a_layer(grid: mesh.Mesh, recompute: str) -> int:
+    """Bytes that one layer in bf16 keeps for backward on this rank, each storage once, parameters left out."""
+
+    def saved_by(layers: int) -> int:
+        model = decoder(shape(num_layers=layers), grid=grid, recompute=recompute, dtype=torch.bfloat16)
+        known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        # Tensors are kept too: a freed one's address could come back.
+        kept: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            address = tensor.untyped_storage().data_ptr()
+            if address not in known:
+                kept[address] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model.loss(batch()).loss_sum
+        assert loss.requires_grad
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+    # The difference of two depths leaves out what is kept once: angles, the final norm, the loss.
+    return saved_by(3) - saved_by(2)

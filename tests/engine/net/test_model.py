@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine import mesh
 from engine.batch import IGNORE, Batch
 from engine.families import config_of
 from engine.model import Decoder
@@ -126,7 +127,7 @@ def test_selective_recompute_replays_the_attention_core_and_no_other_product() -
     none, selective, full = (ran_in_backward(mode) for mode in ("none", "selective", "full"))
     assert (none.cores, selective.cores, full.cores) == (0, 2, 2)
     assert selective.products == none.products
-    # Each of two layers again: q, k, v, o, gate and up. Down's output is not needed, but computing it is what ends a layer.
+    # The seven matrices of each of the two layers.
     assert full.products == none.products + 2 * 7
 
 
@@ -197,22 +198,6 @@ def test_logits_of_all_tokens_never_exist() -> None:
     assert largest.elements == 1000 * 32
 
 
-class Saved:
-    """Bytes that one layer keeps for backward, each storage once, parameters left out."""
-
-    def __init__(self, model: Decoder) -> None:
-        self.known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.bytes: dict[int, int] = {}
-        self.kept: list[Tensor] = []
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.known:
-            self.bytes[storage.data_ptr()] = storage.nbytes()
-            self.kept.append(tensor)
-        return tensor
-
-
 @pytest.mark.parametrize(
     ("mode", "elements", "statistics"),
     [
@@ -224,18 +209,8 @@ class Saved:
     ],
 )
 def test_a_layer_saves_no_more_than_its_formula(mode: str, elements: int, statistics: int) -> None:
-    def saved_by(layers: int) -> int:
-        model = nets.decoder(nets.shape(num_layers=layers), recompute=mode, dtype=torch.bfloat16)
-        meter = Saved(model)
-        with torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda tensor: tensor):
-            loss = model.loss(nets.batch()).loss_sum
-        assert loss.requires_grad
-        return sum(meter.bytes.values())
-
-    # The difference of two depths leaves out what is kept once: angles, the final norm, the loss.
-    per_layer = saved_by(3) - saved_by(2)
     tokens = 2 * 16
-    assert per_layer == tokens * (2 * elements + 4 * statistics)
+    assert nets.saved_by_a_layer(mesh.alone(nets.CPU), mode) == tokens * (2 * elements + 4 * statistics)
 
 
 def test_a_seed_gives_small_weights_into_the_residual() -> None:

@@ -169,3 +169,23 @@ def odd_row() -> str:
 
 def test_a_row_that_ranks_cannot_share_is_refused_with_the_length_that_works(world2: World) -> None:
     assert all("pad rows to 16" in message for message in world2.run(odd_row))
+
+
+def saved(sequence: bool, recompute: str) -> int:
+    grid = nets.grid(sequence=sequence)
+    size = nets.saved_by_a_layer(grid, recompute)
+    grid.close()
+    return size
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_sequence_parallelism_halves_all_that_a_layer_saves(world2: World, recompute: str) -> None:
+    one = nets.saved_by_a_layer(mesh.alone(nets.CPU), recompute)
+    assert world2.run(saved, True, recompute) == [one // 2, one // 2]
+
+
+def test_tensor_parallelism_alone_keeps_the_norms_inputs_and_outputs_whole(world2: World) -> None:
+    # Two norms of width 32, their inputs and outputs in bf16 and a statistic in fp32, for 32 tokens.
+    whole = 32 * 2 * (2 * 2 * 32 + 4)
+    one = nets.saved_by_a_layer(mesh.alone(nets.CPU), "none")
+    assert world2.run(saved, False, "none") == [whole + (one - whole) // 2] * 2
