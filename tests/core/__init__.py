@@ -1,0 +1,1 @@
+"""Tests of `core`, on SQLite and PostgreSQL alike."""
