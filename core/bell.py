@@ -44,7 +44,7 @@ class Bell:
         """
         client = redis.asyncio.Redis.from_url(self._url, socket_connect_timeout=_PATIENCE_SECONDS)
         try:
-            async with client.pubsub() as subscription:  # type: ignore[no-untyped-call]
+            async with client.pubsub() as subscription:
                 await subscription.subscribe(channel(job_id))
                 async for message in subscription.listen():
                     if message["type"] in {"subscribe", "message"}:
@@ -59,7 +59,7 @@ class Bell:
         while not until.is_set():
             client = self._client(socket_timeout=None)
             try:
-                with client.pubsub(ignore_subscribe_messages=True) as subscription:
+                with client.pubsub(ignore_subscribe_messages=True) as subscription:  # type: ignore[no-untyped-call]
                     subscription.subscribe(channel(job_id))
                     # Once at the start, and again after each absence: what rang meanwhile was heard by nobody.
                     yield

@@ -1,4 +1,4 @@
-"""The bundled Valkey: one process on a unix socket, kept up while the service runs. All that goes through it is hints."""
+"""The bundled Valkey: one process on a unix socket, kept up while the service runs. It carries hints only."""
 
 from __future__ import annotations
 

@@ -7,6 +7,9 @@ import sys
 
 import structlog
 
+# Without the frames' variables, which is structlog's default: keys and training data would be among them.
+_tracebacks = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
+
 
 def setup(level: str = "INFO") -> None:
     """Send structlog's and the standard library's records to standard error in one form. Call it once per process."""
@@ -25,9 +28,9 @@ def setup(level: str = "INFO") -> None:
     )
     on_terminal = sys.stderr.isatty()
     rendering: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer()]
+        [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
         if on_terminal
-        else [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        else [_tracebacks, structlog.processors.JSONRenderer()]
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(

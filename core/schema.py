@@ -10,8 +10,10 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, func, select
 
-import migrations
 from core.db import open_engine
+
+_STEPS = Path(__file__).parents[1] / "migrations"
+"""By path: what a migration needs is here, and not the other way round."""
 
 
 def upgrade(url: str, revision: str = "head") -> None:
@@ -46,5 +48,5 @@ def _run(url: str, direction: str, revision: str) -> None:
 
 def _config() -> Config:
     config = Config()
-    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    config.set_main_option("script_location", str(_STEPS))
     return config
