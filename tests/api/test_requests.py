@@ -91,9 +91,8 @@ def test_a_body_that_is_no_json_object_is_a_bad_request(http, body, content_type
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
 def test_what_is_not_a_finite_number_is_refused(http, number):
-    body = (
-        '{"kind": "finetune", "model": {"base": "a"}, "data": {"train": ["file-1"]}, "training": {"lr": %s}}' % number
-    )
+    spec = json.dumps(driving.spec("file-1", training={"lr": "?"}))
+    body = spec.replace('"?"', number)
     answer = http.post("/v1/jobs", content=body, headers={"content-type": "application/json"})
     assert envelope(answer, 400)["param"] == "training.lr"
 

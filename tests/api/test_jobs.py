@@ -1,0 +1,196 @@
+"""Jobs over HTTP: refused at once where they can't run, made once however often they are asked for, told of in full."""
+
+import json
+
+import pytest
+
+from core import checkpoints, scheduler
+from tests.api import driving
+from tests.api.test_requests import envelope
+
+
+def test_a_job_can_be_read_as_soon_as_its_id_is_known(http):
+    job = driving.submit(http, name="first", labels={"team": "a"}, priority=3)
+    assert http.get(f"/v1/jobs/{job['id']}").json() == job
+    assert [one["id"] for one in http.get("/v1/jobs").json()["data"]] == [job["id"]]
+    assert job["object"] == "job"
+    assert (job["state"], job["kind"], job["name"], job["labels"]) == ("queued", "pretrain", "first", {"team": "a"})
+    assert job["spec"]["training"]["steps"] == 4
+    assert job["run_config"]["training"]["steps"] == 4
+    assert (job["attempt"], job["slots"], job["error"], job["model"], job["artifacts"]) == (0, 1, None, None, [])
+    assert set(job) >= {"created_at", "started_at", "finished_at", "plan"}
+    assert set(job["progress"]) >= {
+        "step", "total_steps", "tokens", "percent", "eta_seconds", "tokens_per_second", "mfu", "loss",
+    }  # fmt: skip
+    assert set(job["queue"]) == {"position", "reason", "estimated_start"}
+
+
+def test_a_job_says_why_it_waits(live, http):
+    job = driving.submit(http)
+    with live.services.db.session() as session:
+        scheduler.tick(session)
+    reason = http.get(f"/v1/jobs/{job['id']}").json()["queue"]["reason"]
+    assert reason
+    assert "scheduler's next look" not in reason
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        pytest.param({"colour": 1}, "colour", "unknown field", id="an unknown field"),
+        pytest.param({"training": {"learning_rate": 1}}, "training.learning_rate", "unknown field", id="and within"),
+        pytest.param({"parallel": {"tensor": 3}}, "parallel.tensor", "try 1", id="heads that tensor does not divide"),
+        pytest.param({"data": {"train": ["?"], "seq_len": 128}}, "data.seq_len", "64 tokens", id="a sequence too long"),
+        pytest.param({"data": {"train": ["file-00"]}}, "data.train", "no file", id="a file that is not there"),
+        pytest.param({"kind": "finetune", "model": {"base": "none"}}, "model.base", "no model", id="no such base"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_submit_with_what_would(http, change, param, said):
+    file = driving.upload(http)["id"]
+    body = json.loads(json.dumps(driving.spec(file, **change)).replace('"?"', f'"{file}"'))
+    answer = http.post("/v1/jobs", json=body)
+    assert answer.status_code in {400, 404}
+    error = envelope(answer, answer.status_code)
+    assert (error["param"] or "").startswith(param)
+    assert said in error["message"]
+    assert http.get("/v1/jobs").json()["data"] == []
+
+
+def test_the_same_idempotency_key_is_the_same_job(http):
+    body, headers = driving.spec(driving.upload(http)["id"]), {"idempotency-key": "a"}
+    first, again = (http.post("/v1/jobs", json=body, headers=headers) for _ in range(2))
+    assert (first.status_code, again.status_code) == (201, 201)
+    assert first.json()["id"] == again.json()["id"]
+    other = http.post("/v1/jobs", json=body | {"priority": 1}, headers=headers)
+    assert envelope(other, 400)["param"] == "Idempotency-Key"
+
+
+def test_a_retry_of_the_openai_client_makes_no_second_job_and_a_new_wish_does(http):
+    body = driving.spec(driving.upload(http)["id"])
+
+    def create(retries, **change):
+        answer = http.post("/v1/jobs", json=body | change, headers={"x-stainless-retry-count": str(retries)})
+        return answer.json()["id"]
+
+    first = create(0)
+    assert create(1) == first
+    assert create(2) == first
+    assert create(0) != first
+    assert create(1, priority=1) != first
+
+
+def test_cancelling_twice_is_fine_and_what_has_ended_says_not_to_try_again(live, http):
+    job = driving.submit(http)["id"]
+    assert [http.post(f"/v1/jobs/{job}/cancel").json()["state"] for _ in range(2)] == ["cancelled", "cancelled"]
+    failed = driving.submit(http)["id"]
+    driving.fail(live.services, failed, driving.run(live.services, failed))
+    answer = http.post(f"/v1/jobs/{failed}/cancel")
+    assert envelope(answer, 409)["code"] == "invalid_state"
+    assert answer.headers["x-should-retry"] == "false"
+    assert http.get(f"/v1/jobs/{failed}").json()["error"] == {
+        "code": "out_of_memory", "message": "rank 1 needs more memory", "param": None, "rank": 1, "hint": "smaller",
+    }  # fmt: skip
+
+
+def test_a_running_job_is_asked_to_pause_and_a_paused_one_is_queued_again(live, http):
+    job = driving.submit(http)["id"]
+    assert http.post(f"/v1/jobs/{job}/pause").json()["state"] == "paused"
+    assert http.post(f"/v1/jobs/{job}/resume").json()["state"] == "queued"
+    driving.run(live.services, job)
+    assert http.post(f"/v1/jobs/{job}/pause").json()["state"] == "pausing"
+    assert http.post(f"/v1/jobs/{job}/cancel").json()["state"] == "cancelling"
+    assert envelope(http.post(f"/v1/jobs/{job}/resume"), 409)
+
+
+def test_lists_go_newest_first_in_pages_and_are_filtered(http):
+    file = driving.upload(http)["id"]
+    made = [
+        http.post("/v1/jobs", json=driving.spec(file, labels={"n": str(n % 2)}, name=f"n{n}")).json()["id"]
+        for n in range(5)
+    ]
+    first = http.get("/v1/jobs", params={"limit": 3}).json()
+    rest = http.get("/v1/jobs", params={"limit": 3, "after": first["data"][-1]["id"]}).json()
+    assert [job["id"] for job in first["data"] + rest["data"]] == made[::-1]
+    assert (first["object"], first["has_more"], rest["has_more"]) == ("list", True, False)
+    odd = http.get("/v1/jobs", params={"label[n]": "1"}).json()["data"]
+    assert [job["id"] for job in odd] == [made[3], made[1]]
+    http.post(f"/v1/jobs/{made[0]}/cancel")
+    cancelled = http.get("/v1/jobs", params={"state": "cancelled"}).json()["data"]
+    assert [job["id"] for job in cancelled] == [made[0]]
+    assert http.get("/v1/jobs", params={"kind": "finetune"}).json()["data"] == []
+
+
+def test_what_happened_is_listed_in_order_with_unique_ids_and_by_type(live, http):
+    job = driving.submit(http)["id"]
+    driving.succeed(live.services, job, driving.run(live.services, job))
+    everything = http.get(f"/v1/jobs/{job}/events", params={"limit": 100}).json()["data"]
+    assert [event["seq"] for event in everything] == list(range(1, len(everything) + 1))
+    assert len({event["id"] for event in everything}) == len(everything)
+    assert [event["data"]["state"] for event in everything if event["type"] == "state"] == [
+        "queued", "starting", "running", "succeeded",
+    ]  # fmt: skip
+    steps = http.get(f"/v1/jobs/{job}/events", params={"type": "step", "limit": 2}).json()
+    assert [event["data"]["step"] for event in steps["data"]] == [1, 2]
+    assert steps["has_more"]
+    rest = http.get(f"/v1/jobs/{job}/events", params={"type": "step", "after": steps["data"][-1]["id"]}).json()
+    assert [event["data"]["step"] for event in rest["data"]] == [3, 4]
+    newest = http.get(f"/v1/jobs/{job}/events", params={"order": "desc", "limit": 1}).json()["data"]
+    assert newest == everything[-1:]
+
+
+def test_progress_and_metrics_tell_the_steps(live, http):
+    job = driving.submit(http)["id"]
+    driving.run(live.services, job)
+    progress = http.get(f"/v1/jobs/{job}").json()["progress"]
+    assert (progress["step"], progress["total_steps"], progress["percent"]) == (4, 4, 100.0)
+    assert (progress["tokens"], progress["loss"], progress["tokens_per_second"]) == (128, 1.25, 320.0)
+    series = http.get(f"/v1/jobs/{job}/metrics", params={"names": "loss,lr"}).json()["series"]
+    assert series["loss"] == [[1, 5.0], [2, 2.5], [3, 5.0 / 3], [4, 1.25]]
+    assert set(series) == {"loss", "lr"}
+    part = {"names": "loss", "from_step": 2, "to_step": 3}
+    assert http.get(f"/v1/jobs/{job}/metrics", params=part).json()["series"]["loss"] == [[2, 2.5], [3, 5.0 / 3]]
+    thin = http.get(f"/v1/jobs/{job}/metrics", params={"names": "loss", "max_points": 2}).json()["series"]["loss"]
+    assert thin == [[1, 5.0], [4, 1.25]]
+
+
+def test_logs_are_the_last_lines_of_a_rank_as_plain_text(live, http):
+    job = driving.submit(http)["id"]
+    assert "no log" in envelope(http.get(f"/v1/jobs/{job}/logs"), 404)["message"]
+    folder = live.services.settings.runs / job / "1" / "logs"
+    folder.mkdir(parents=True)
+    (folder / "rank-1.log").write_text("one\ntwo\nthree\n")
+    answer = http.get(f"/v1/jobs/{job}/logs", params={"rank": 1, "tail": 2})
+    assert answer.text == "two\nthree\n"
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+
+
+def test_checkpoints_are_listed_newest_first(live, http, tmp_path):
+    job = driving.submit(http)["id"]
+    fence = driving.run(live.services, job)
+    (tmp_path / "manifest.json").write_text("{}")
+    for step in (2, 4):
+        checkpoints.publish(live.services, job, fence=fence, step=step, folder=tmp_path, metrics={"loss": 1.0})
+    listed = http.get(f"/v1/jobs/{job}/checkpoints").json()["data"]
+    assert [(one["step"], one["object"], one["bytes"]) for one in listed] == [
+        (4, "job.checkpoint", 2),
+        (2, "job.checkpoint", 2),
+    ]
+    page = http.get(f"/v1/jobs/{job}/checkpoints", params={"limit": 1}).json()
+    assert page["has_more"]
+    rest = http.get(f"/v1/jobs/{job}/checkpoints", params={"after": page["data"][0]["id"]}).json()["data"]
+    assert rest == listed[1:]
+
+
+def test_who_holds_a_slot_is_told_to_its_project_alone(live, http):
+    job = driving.submit(http)["id"]
+    driving.run(live.services, job)
+
+    def slots(client):
+        (node,) = (node for node in client.get("/v1/nodes").json()["data"] if node["id"] == f"node-{job}")
+        assert node["alive"]
+        return node["slots"]
+
+    assert slots(http)[0] == {"index": 0, "job_id": job, "held": True}
+    with live.http(live.key()) as stranger:
+        assert slots(stranger)[0] == {"index": 0, "job_id": None, "held": True}
+        assert slots(stranger)[1] == {"index": 1, "job_id": None, "held": False}
