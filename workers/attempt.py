@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextvars import copy_context
 from datetime import timedelta
 from math import inf
 from queue import Empty, SimpleQueue
@@ -99,6 +100,7 @@ class Attempt:
             outcome = Outcome(Action.LOSE, f"the attempt broke: {error}", explain(error))
         self.publisher.close()
         outcome = self.conclude(outcome)
+        self.lease.release()
         log.info("attempt concluded", action=outcome.action.value, reason=outcome.reason)
         if outcome.action is not Action.ABANDON:
             tidy.tidy_job(self.services, self.job.id)
@@ -278,7 +280,7 @@ class Attempt:
         """The result of `work`, done in a thread; leaves it and raises Interrupted as soon as such a wish comes."""
         done: Future[T] = Future()
         done.add_done_callback(lambda future: self.orders.wake())
-        Thread(target=fulfil, args=(done, work), name="meanwhile", daemon=True).start()
+        Thread(target=copy_context().run, args=(fulfil, done, work), name="meanwhile", daemon=True).start()
         while not done.done():
             wish = self.orders.wait(1.0)
             if wish in unless:

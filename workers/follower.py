@@ -11,7 +11,7 @@ from engine.events import Event, adapter
 
 log = structlog.get_logger(__name__)
 
-CHUNK_BYTES = 256 * 1024
+CHUNK_BYTES = 64 * 1024
 """Read at most this much at once, so that a long backlog is recorded in several short transactions."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import copy_context
 from threading import Event, Thread
 from time import monotonic
 from types import TracebackType
@@ -28,6 +29,8 @@ SILENCE = 0.8
 """Share of the lease after which a gang without a beat kills itself: before anyone else may take the job."""
 RETRY_SECONDS = 0.25
 """Pause after a renewal that the database did not answer."""
+JOIN_SECONDS = 2.0
+"""How long the end waits for the threads. In a call to a database that is away, they die with the process."""
 
 WISHES: dict[JobState, Wish] = {JobState.CANCELLING: Wish.CANCEL, JobState.PAUSING: Wish.PAUSE}
 
@@ -44,8 +47,11 @@ class Lease:
         """When the last good renewal was asked for; the row's lease ends no earlier than `_seconds` after that."""
         self._beat: Callable[[], None] | None = None
         self._over = Event()
-        self._threads = (Thread(target=self._keep, name="lease", daemon=True),
-                         Thread(target=self._listen, name="bell", daemon=True))  # fmt: skip
+        # In our context, so that what they log names the job.
+        self._threads = tuple(
+            Thread(target=copy_context().run, args=(work,), name=name, daemon=True)
+            for name, work in (("lease", self._keep), ("bell", self._listen))
+        )
 
     def __enter__(self) -> Self:
         for thread in self._threads:
@@ -55,6 +61,12 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.release()
+        for thread in self._threads:
+            thread.join(JOIN_SECONDS)
+
+    def release(self) -> None:
+        """Renew no more: the job is not ours any longer, or should not be."""
         self._over.set()
 
     def feed(self, beat: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
@@ -44,7 +45,7 @@ class Publisher:
         self._changed = Condition()
         self._busy = False
         self._closed = False
-        self._thread = Thread(target=self._work, name="publisher", daemon=True)
+        self._thread = Thread(target=copy_context().run, args=(self._work,), name="publisher", daemon=True)
         self._thread.start()
 
     def add(self, step: int, folder: Path, metrics: Mapping[str, Any]) -> None:
