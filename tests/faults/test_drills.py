@@ -1,0 +1,93 @@
+"""What dies, and what the job makes of it: real processes, real signals, a real run of the engine."""
+
+from __future__ import annotations
+
+import signal
+
+from core.states import JobState
+from tests.stack import Stack, kill, lives
+
+STEPS, EVERY = 300, 20
+FOREVER = 1_000_000
+
+
+def test_messages_that_come_five_times_and_a_dead_worker_do_not_disturb_a_run(stack: Stack) -> None:
+    job_id = stack.submit(steps=STEPS, checkpoint_every=EVERY)
+    stack.until(lambda: stack.job(job_id).node, "placement")
+    for _ in range(5):
+        stack.services.queue.start(job_id, "host-a")
+        stack.services.queue.nudge()
+    stack.until_step(job_id, 1)
+
+    before = stack.workers()
+    kill(before)
+
+    stack.until_state(job_id, JobState.SUCCEEDED)
+    assert stack.job(job_id).attempt == 1
+    assert stack.states(job_id) == ["queued", "starting", "running", "succeeded"]
+    stack.assert_each_step_once(job_id, STEPS)
+    stack.assert_at_rest(job_id)
+    stack.until(lambda: set(stack.workers()) - set(before), "another worker in its place")
+
+
+def test_killing_the_supervisor_and_then_a_rank_costs_time_and_no_step(stack: Stack) -> None:
+    job_id = stack.submit(steps=STEPS, checkpoint_every=EVERY, ranks=2)
+    stack.until_step(job_id, 2 * EVERY)
+    assert len(stack.ranks(job_id)) == 2
+
+    kill(stack.supervisors(job_id))
+    # Their pipe to the supervisor ends with it; the lease need not be over.
+    stack.until(lambda: not stack.processes(job_id), "the ranks' end", seconds=2)
+
+    second = stack.until_step(job_id, 4 * EVERY, attempt=2)
+    assert second.losses == 0, "a new checkpoint ends the row of losses"
+    kill(stack.ranks(job_id)[1:])
+
+    stack.until_state(job_id, JobState.SUCCEEDED)
+    assert stack.job(job_id).attempt == 3
+    stack.assert_each_step_once(job_id, STEPS)
+    stack.assert_at_rest(job_id)
+
+
+def test_a_supervisor_that_stood_still_past_its_lease_finds_its_ranks_dead_and_writes_nothing(stack: Stack) -> None:
+    job_id = stack.submit(steps=FOREVER, checkpoint_every=EVERY)
+    stack.until_step(job_id, 2 * EVERY)
+    (frozen,) = stack.supervisors(job_id)
+    first = stack.processes(job_id)
+
+    kill([frozen], signal.SIGSTOP)
+    stack.until(lambda: not any(lives(process) for process in first), "the ranks' own end", seconds=10)
+    stack.until_step(job_id, 3 * EVERY, attempt=2)
+    kill([frozen], signal.SIGCONT)
+    stack.until(lambda: not lives(frozen), "the replaced supervisor's end", seconds=10)
+
+    assert stack.attempts(job_id) == [1, 2], "nothing of the first attempt comes after the second began"
+    assert stack.job(job_id).attempt == 2
+
+    stack.cancel(job_id)
+    stack.until_state(job_id, JobState.CANCELLED, seconds=5)
+    assert not stack.processes(job_id)
+    stack.assert_at_rest(job_id)
+
+
+def test_pausing_frees_the_slots_and_a_host_that_goes_down_hands_its_run_on(stack: Stack) -> None:
+    job_id = stack.submit(steps=STEPS, checkpoint_every=STEPS)
+    stack.until_step(job_id, EVERY)
+
+    stack.pause(job_id)
+    paused = stack.until_state(job_id, JobState.PAUSED)
+    assert paused.last_step < STEPS
+    stack.assert_at_rest(job_id)
+
+    stack.resume(job_id)
+    stack.until_step(job_id, paused.last_step + EVERY, attempt=2)
+    assert stack.stop("node") == 0
+    drained = stack.job(job_id)
+    assert (drained.state, drained.losses) == (JobState.QUEUED, 0)
+    stack.assert_at_rest(job_id)
+
+    stack.start("node")
+    stack.until_state(job_id, JobState.SUCCEEDED)
+    assert stack.job(job_id).attempt == 3
+    stack.assert_each_step_once(job_id, STEPS)
+    stack.assert_at_rest(job_id)

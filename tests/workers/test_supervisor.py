@@ -1,0 +1,321 @@
+"""One attempt from its claim to its end, with the fake engine as real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Event, Thread
+from time import monotonic
+
+import psutil
+import pytest
+from sqlalchemy import select, update
+
+from core import jobs
+from core.models import Artifact, Checkpoint, Job, JobEvent, Metric, Slot
+from core.services import Services
+from core.states import JobState
+from tests.workers.conftest import fake_engine, place_job
+from workers import tidy
+from workers.launcher import LocalLauncher
+from workers.orders import Orders
+from workers.outcome import Action, Outcome, Wish
+from workers.supervisor import supervise
+
+DEADLINE_SECONDS = 30
+FOREVER = 100_000
+
+
+class Running:
+    """A supervisor in a thread, as it is for one that can be watched from outside."""
+
+    def __init__(self, services: Services, job_id: str, launcher: LocalLauncher) -> None:
+        self.services, self.job_id, self.orders = services, job_id, Orders()
+        self._outcome: Future[Outcome | None] = Future()
+        Thread(target=self._run, args=(launcher,), daemon=True).start()
+
+    def _run(self, launcher: LocalLauncher) -> None:
+        try:
+            self._outcome.set_result(supervise(self.services, self.job_id, launcher=launcher, orders=self.orders))
+        except BaseException as error:
+            self._outcome.set_exception(error)
+
+    def outcome(self) -> Outcome | None:
+        return self._outcome.result(timeout=DEADLINE_SECONDS)
+
+    def until(self, claim: Callable[[Job], bool]) -> None:
+        deadline, pause = monotonic() + DEADLINE_SECONDS, Event()
+        while not claim(job_of(self.services, self.job_id)):
+            assert monotonic() < deadline
+            assert not self._outcome.done(), self._outcome.result()
+            pause.wait(0.02)
+
+
+def supervised(services: Services, job_id: str, launcher: LocalLauncher) -> Outcome | None:
+    return Running(services, job_id, launcher).outcome()
+
+
+def job_of(services: Services, job_id: str) -> Job:
+    with services.db.reading() as session:
+        return session.scalars(select(Job).where(Job.id == job_id)).one()
+
+
+def steps_of(services: Services, job_id: str) -> list[int]:
+    query = select(Metric.step).where(Metric.job_id == job_id, Metric.name == "loss").order_by(Metric.step)
+    with services.db.reading() as session:
+        return list(session.scalars(query))
+
+
+def checkpoints_of(services: Services, job_id: str) -> list[int]:
+    query = select(Checkpoint.step).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step)
+    with services.db.reading() as session:
+        return list(session.scalars(query))
+
+
+def messages_of(services: Services, job_id: str) -> list[str]:
+    query = select(JobEvent.message).where(JobEvent.job_id == job_id).order_by(JobEvent.seq)
+    with services.db.reading() as session:
+        return list(session.scalars(query))
+
+
+def assert_nothing_left(services: Services, job_id: str) -> None:
+    """No process works for the job, no slot is held, and its run directories are gone."""
+    runs = str(services.settings.runs / job_id)
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if process.info["status"] != psutil.STATUS_ZOMBIE:
+            assert not any(runs in word for word in process.info["cmdline"] or [])
+    with services.db.reading() as session:
+        assert session.scalars(select(Slot).where(Slot.job_id == job_id)).all() == []
+    assert not [path for path in (services.settings.runs / job_id).glob("*") if path.is_dir()]
+
+
+def place_again(services: Services, job_id: str) -> None:
+    with services.db.session() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(retry_at=None))
+        jobs.place(session, job_id, "here", [0], claim_within=services.settings.lease)
+
+
+def test_a_run_that_finishes_is_recorded_published_and_cleared_away(services: Services) -> None:
+    job_id = place_job(services, steps=20, checkpoint_every=5)
+
+    outcome = supervised(services, job_id, fake_engine())
+
+    assert outcome is not None
+    assert outcome.action is Action.PUBLISH
+    job = job_of(services, job_id)
+    assert (job.state, job.attempt, job.error) == (JobState.SUCCEEDED, 1, None)
+    assert steps_of(services, job_id) == list(range(1, 21))
+    assert checkpoints_of(services, job_id) == [10, 15, 20], "keep_checkpoints is 3"
+    with services.db.reading() as session:
+        paths = session.scalars(select(Artifact.path).where(Artifact.job_id == job_id).order_by(Artifact.path)).all()
+    assert paths == ["manifest.json", "model/config.json", "model/model.safetensors"]
+    assert_nothing_left(services, job_id)
+
+
+def test_a_job_is_claimed_once(services: Services) -> None:
+    job_id = place_job(services)
+    with services.db.session() as session:
+        assert jobs.claim(session, job_id, "somebody", services.settings.lease, node="here") is not None
+
+    assert supervised(services, job_id, fake_engine()) is None
+    assert job_of(services, job_id).attempt == 1
+
+
+def test_a_failure_that_would_come_back_is_told_and_not_tried_again(services: Services) -> None:
+    job_id = place_job(services)
+
+    supervised(services, job_id, fake_engine("--fail", "invalid_data"))
+
+    job = job_of(services, job_id)
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert (job.error["code"], job.error["hint"]) == ("invalid_data", "tell it something else")
+    assert_nothing_left(services, job_id)
+
+
+def test_an_engine_that_vanishes_goes_on_from_the_newest_checkpoint_without_a_hole_or_a_repetition(
+    services: Services,
+) -> None:
+    job_id = place_job(services, steps=20, checkpoint_every=5)
+
+    lost = supervised(services, job_id, fake_engine("--vanish-at", "13", "--step-seconds", "0.05"))
+
+    assert lost is not None
+    assert lost.action is Action.LOSE
+    job = job_of(services, job_id)
+    assert job.state is JobState.QUEUED
+    assert job.losses == 1
+    assert job.retry_at is not None
+    assert steps_of(services, job_id) == list(range(1, 13))
+    assert checkpoints_of(services, job_id) == [5, 10]
+
+    place_again(services, job_id)
+    supervised(services, job_id, fake_engine())
+
+    assert job_of(services, job_id).state is JobState.SUCCEEDED
+    assert job_of(services, job_id).attempt == 2
+    assert steps_of(services, job_id) == list(range(1, 21))
+    assert any("steps 11 to 20" in message for message in messages_of(services, job_id))
+    assert_nothing_left(services, job_id)
+
+
+@pytest.mark.parametrize("options", [(), ("--ignore-term",)], ids=["that listens", "that does not"])
+def test_cancelling_ends_a_run(services: Services, options: tuple[str, ...]) -> None:
+    job_id = place_job(services, steps=FOREVER)
+    running = Running(services, job_id, fake_engine("--step-seconds", "0.02", *options))
+    running.until(lambda job: job.last_step > 3)
+
+    with services.db.session() as session:
+        jobs.move(session, job_id, JobState.CANCELLING)
+    outcome = running.outcome()
+
+    assert outcome is not None
+    assert outcome.action is Action.CANCEL
+    assert job_of(services, job_id).state is JobState.CANCELLED
+    assert_nothing_left(services, job_id)
+
+
+def test_pausing_saves_and_resuming_continues(services: Services) -> None:
+    job_id = place_job(services, steps=60, checkpoint_every=None)
+    running = Running(services, job_id, fake_engine("--step-seconds", "0.02"))
+    running.until(lambda job: job.last_step > 3)
+
+    with services.db.session() as session:
+        jobs.move(session, job_id, JobState.PAUSING)
+    running.outcome()
+
+    assert job_of(services, job_id).state is JobState.PAUSED
+    (saved,) = checkpoints_of(services, job_id)
+    assert steps_of(services, job_id) == list(range(1, saved + 1))
+    assert_nothing_left(services, job_id)
+
+    with services.db.session() as session:
+        jobs.move(session, job_id, JobState.QUEUED)
+    place_again(services, job_id)
+    supervised(services, job_id, fake_engine())
+
+    assert job_of(services, job_id).state is JobState.SUCCEEDED
+    assert steps_of(services, job_id) == list(range(1, 61))
+
+
+def test_a_host_that_goes_down_hands_the_job_back_unharmed(services: Services) -> None:
+    job_id = place_job(services, steps=FOREVER, checkpoint_every=None)
+    running = Running(services, job_id, fake_engine("--step-seconds", "0.02"))
+    running.until(lambda job: job.last_step > 3)
+
+    running.orders.give(Wish.DRAIN)
+    running.outcome()
+
+    job = job_of(services, job_id)
+    assert (job.state, job.losses, job.retry_at) == (JobState.QUEUED, 0, None)
+    assert checkpoints_of(services, job_id) == [job.last_step]
+    assert_nothing_left(services, job_id)
+
+
+def test_a_run_whose_time_is_up_fails_with_its_checkpoint_kept(services: Services) -> None:
+    job_id = place_job(services, steps=FOREVER, checkpoint_every=None, max_runtime=1.0)
+
+    supervised(services, job_id, fake_engine("--step-seconds", "0.02"))
+
+    job = job_of(services, job_id)
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert job.error["code"] == "max_runtime"
+    assert checkpoints_of(services, job_id) == [job.last_step]
+
+
+def test_a_supervisor_that_was_replaced_ends_its_ranks_and_writes_nothing(services: Services) -> None:
+    job_id = place_job(services, steps=FOREVER)
+    running = Running(services, job_id, fake_engine("--step-seconds", "0.02"))
+    running.until(lambda job: job.last_step > 3)
+
+    with services.db.session() as session:
+        jobs.lose(session, job_id, fence=1, reason="as if it had been silent", max_losses=5)
+        written = job_of(services, job_id).last_event
+    outcome = running.outcome()
+
+    assert outcome is not None
+    assert outcome.action is Action.ABANDON
+    job = job_of(services, job_id)
+    assert job.state is JobState.QUEUED
+    assert job.last_event == written + 1, "the loss itself, and nothing after it"
+    tidy.tidy_host(services)
+    assert_nothing_left(services, job_id)
+
+
+def test_a_job_whose_file_is_gone_fails_and_says_which(services: Services) -> None:
+    job_id = place_job(services)
+    file_id = job_of(services, job_id).spec["data"]["train"][0]
+    services.storage.delete(f"files/{file_id}")
+
+    supervised(services, job_id, fake_engine())
+
+    job = job_of(services, job_id)
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert job.error["code"] == "invalid_data"
+    assert file_id in job.error["message"]
+
+
+def test_a_checkpoint_that_could_not_be_uploaded_is_a_warning_and_the_next_one_counts(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_tree = services.storage.put_tree
+
+    def full_at_first(prefix: str, folder: os.PathLike[str]) -> object:
+        if prefix.endswith("step-00000005"):
+            raise OSError(28, "No space left on device")
+        return put_tree(prefix, folder)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(services.storage, "put_tree", full_at_first)
+    job_id = place_job(services, steps=10, checkpoint_every=5)
+
+    supervised(services, job_id, fake_engine("--step-seconds", "0.05"))
+
+    assert job_of(services, job_id).state is JobState.SUCCEEDED
+    assert checkpoints_of(services, job_id) == [10]
+    assert any("step 5 was not published: no space left" in message for message in messages_of(services, job_id))
+
+
+def test_a_result_that_could_not_be_uploaded_is_a_lost_attempt_and_says_disk_full(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(prefix: str, folder: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(services.storage, "put_tree", full)
+    job_id = place_job(services, steps=2, checkpoint_every=None, losses=4)
+
+    supervised(services, job_id, fake_engine())
+
+    job = job_of(services, job_id)
+    assert job.state is JobState.FAILED, "it was the fifth loss in a row"
+    assert job.error is not None
+    assert job.error["code"] == "disk_full"
+
+
+def test_ranks_see_no_secret_of_ours(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {
+        "DATABASE_URL": "postgresql://u:hush@h/d", "TRAINSHED_REDIS_URL": "redis://:hush@h", "STORAGE_URL": "s3://hush",
+        "AWS_SECRET_ACCESS_KEY": "hush", "TRAINSHED_ADMIN_KEY": "hush-hush-hush-hush", "HF_TOKEN": "hush",
+    }  # fmt: skip
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    job_id = place_job(services, steps=FOREVER)
+    running = Running(services, job_id, fake_engine("--step-seconds", "0.02"))
+    running.until(lambda job: job.last_step > 0)
+
+    run_dir = str(tidy.run_dir(services.settings, job_id, 1))
+    seen = [
+        process.environ()
+        for process in psutil.process_iter(["cmdline"])
+        if any(run_dir in word for word in process.info["cmdline"] or [])
+    ]
+    running.orders.give(Wish.DRAIN)
+    running.outcome()
+
+    assert len(seen) == 2, "the launch and its child"
+    assert "hush" not in json.dumps(seen)
+    assert all(environment["CUDA_VISIBLE_DEVICES"] == "" for environment in seen)
