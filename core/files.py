@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
-from sqlalchemy import select
+from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from core import paging
@@ -106,16 +106,13 @@ def label(filename: str) -> str:
 
 def get(session: Session, owner: Account, file_id: str) -> File:
     """A file of the owner's project."""
-    file = session.scalars(select(File).where(File.id == file_id, File.project_id == owner.project_id)).one_or_none()
-    if file is None:
-        raise NotFound(f"There is no file {file_id!r}.", param="file_id")
-    return file
+    return _one(session, _own(owner, file_id), file_id)
 
 
 def facts(session: Session, owner: Account, file_id: str, *, param: str | None = None) -> FileFacts:
-    """What is known about a file. NotFound blames `param`, the field that named it."""
+    """What is known about a file, which stays until the commit. NotFound blames `param`, the field that named it."""
     try:
-        file = get(session, owner, file_id)
+        file = _one(session, _own(owner, file_id).with_for_update(read=True), file_id)
     except NotFound as error:
         raise NotFound(error.message, param=param) from error
     report = file.report
@@ -150,7 +147,8 @@ def page(
 
 def delete(session: Session, storage: Storage, owner: Account, file_id: str) -> None:
     """Remove a file; InUse while a job that hasn't ended needs it."""
-    file = get(session, owner, file_id)
+    # Locked first: a job that is just being made with it either is seen below, or won't find the file.
+    file = _one(session, _own(owner, file_id).with_for_update(), file_id)
     unfinished = session.execute(
         select(Job.id, Job.spec).where(Job.project_id == owner.project_id, Job.state.not_in(TERMINAL))
     )
@@ -165,6 +163,17 @@ def delete(session: Session, storage: Storage, owner: Account, file_id: str) -> 
 def content(storage: Storage, file: File, start: int | None = None, end: int | None = None) -> Iterator[bytes]:
     """The file's bytes from `start` up to, not including, `end`."""
     return storage.stream(file.storage_key, start, end)
+
+
+def _own(owner: Account, file_id: str) -> Select[File]:
+    return select(File).where(File.id == file_id, File.project_id == owner.project_id)
+
+
+def _one(session: Session, query: Select[File], file_id: str) -> File:
+    file = session.scalars(query).one_or_none()
+    if file is None:
+        raise NotFound(f"There is no file {file_id!r}.", param="file_id")
+    return file
 
 
 def _receive(chunks: Iterable[bytes], spool: IO[bytes], max_bytes: int) -> tuple[int, str]:

@@ -161,8 +161,15 @@ def page(
     if kind is not None:
         query = query.where(Job.kind == kind)
     for name, value in (labels or {}).items():
-        query = query.where(Job.labels[name].as_string() == value)
+        query = query.where(_has_label(session, name, value))
     return paging.by_age(session, query, Job.created_at, Job.id, after=after, limit=limit)
+
+
+def _has_label(session: Session, name: str, value: str) -> ColumnElement[bool]:
+    # By comparison, not by path: SQLite has no way to write some names in a JSON path.
+    each = func.jsonb_each_text if session.get_bind().dialect.name == "postgresql" else func.json_each
+    pairs = each(Job.labels).table_valued("key", "value")
+    return select(pairs.c.key).where(pairs.c.key == name, pairs.c.value == value).correlate(Job).exists()
 
 
 def owned(session: Session, owner: Account, job_ids: Collection[str]) -> set[str]:
