@@ -1,4 +1,4 @@
-"""Rows and values for tests, complete and unremarkable; a test says only what it is about: `make.job(session, state=…)`."""
+"""Rows and values for tests, complete and unremarkable; a test says only what it is about: `make.job(session)`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def file(session: Session, id: str = FILE_ID, **columns: Any) -> File:
     values: dict[str, Any] = {
         "project_id": DEFAULT_PROJECT, "filename": "train.txt", "purpose": "pretrain", "bytes": 1000,
         "sha256": "0" * 64, "storage_key": f"files/{id}",
-        "report": {"format": "text", "examples": 1, "characters": 1000, "errors": [], "warnings": [], "plain_text": True},
+        "report": {"format": "text", "examples": 1, "characters": 1000, "plain_text": True},
     }  # fmt: skip
     row = File(id=id, **values | columns)
     session.add(row)
@@ -77,7 +77,7 @@ def node(session: Session, name: str = "node-1", *, num_slots: int = 2, device: 
 
 
 def job(session: Session, *, state: JobState = JobState.QUEUED, **columns: Any) -> Job:
-    """A job in any state, with what belongs to it: holder and lease while it is held, and slots where its node has some.
+    """A job in any state, with what belongs to it: holder and lease while it is held, slots where its node has some.
 
     `holder=None` beside STARTING is a job that was placed and not claimed.
     """

@@ -26,7 +26,7 @@ def test_a_new_key_opens_its_project(session: Session) -> None:
 def test_only_the_sha256_of_a_key_is_kept(session: Session) -> None:
     key, secret = keys.create(session, DEFAULT_PROJECT, name="ci", scopes=["read"])
     assert key.digest == hashlib.sha256(secret.encode()).hexdigest()
-    assert secret not in str({column: getattr(key, column) for column in ApiKey.__table__.columns.keys()})
+    assert secret not in str({column: getattr(key, column) for column in (*ApiKey.__table__.columns.keys(),)})
 
 
 @pytest.mark.parametrize(

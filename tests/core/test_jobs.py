@@ -1,0 +1,450 @@
+"""A job's moves: which are allowed, to whom, and what else they change."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core import events, jobs, nodes
+from core.db import Database
+from core.errors import InvalidMove, InvalidSpec, NotFound
+from core.failures import failure
+from core.keys import Account
+from core.models import Job, Slot
+from core.settings import Settings
+from core.states import HELD, MOVES, TERMINAL, JobState
+from tests import make
+from tests.fakes.hints import Heard
+
+S = JobState
+LEASE = timedelta(seconds=60)
+
+
+def history(session: Session, job_id: str) -> list[tuple[int, str]]:
+    return [(event.seq, event.message) for event in events.since(session, job_id, 0)]
+
+
+def held_slots(session: Session) -> list[str | None]:
+    return [slot.job_id for slot in session.scalars(select(Slot).order_by(Slot.node, Slot.index))]
+
+
+# Moving
+
+
+@pytest.mark.parametrize("to", list(S))
+@pytest.mark.parametrize("state", list(S))
+def test_a_job_moves_along_the_table_and_nowhere_else(session: Session, state: S, to: S) -> None:
+    job = make.job(session, state=state)
+    if to in MOVES[state]:
+        assert jobs.move(session, job.id, to).state is to
+        assert [seq for seq, _ in history(session, job.id)] == [1, 2]
+    else:
+        with pytest.raises(InvalidMove, match=to):
+            jobs.move(session, job.id, to)
+        assert jobs.find(session, job.id).state is state
+        assert [seq for seq, _ in history(session, job.id)] == [1]
+
+
+def test_a_move_of_a_job_that_is_not_there_is_not_found(session: Session) -> None:
+    with pytest.raises(NotFound):
+        jobs.move(session, "job-nobody", S.CANCELLED)
+
+
+def test_a_worker_that_lost_its_lease_cannot_finish_the_job(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING, attempt=2)
+    with pytest.raises(InvalidMove, match="replaced"):
+        jobs.move(session, job.id, S.SUCCEEDED, fence=1)
+    assert jobs.move(session, job.id, S.SUCCEEDED, fence=2).state is S.SUCCEEDED
+
+
+def test_between_a_loss_and_the_next_claim_the_old_number_opens_nothing(session: Session) -> None:
+    job = make.job(session, state=S.STARTING, attempt=3, holder=None)
+    with pytest.raises(InvalidMove):
+        jobs.move(session, job.id, S.FAILED, fence=3)
+    assert jobs.renew(session, job.id, fence=3, lease=LEASE) is None
+    with pytest.raises(InvalidMove):
+        jobs.record(session, job.id, fence=3, events=[make.step(1)])
+
+
+@pytest.mark.parametrize(("state", "to"), [(state, to) for state in sorted(HELD) for to in sorted(MOVES[state] - HELD)])
+def test_a_job_that_is_held_no_more_gives_everything_back(session: Session, state: S, to: S) -> None:
+    make.node(session, num_slots=2)
+    job = make.job(session, state=state, slots=2)
+    assert held_slots(session) == [job.id, job.id]
+    moved = jobs.move(session, job.id, to)
+    assert held_slots(session) == [None, None]
+    assert (moved.node, moved.holder, moved.lease_expires_at) == (None, None, None)
+    assert (moved.finished_at is not None) == (to in TERMINAL)
+
+
+def test_a_failure_is_kept_and_told(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    error = failure("out_of_memory", "rank 1 ran out of memory", rank=1)
+    moved = jobs.move(session, job.id, S.FAILED, fence=1, error=error)
+    assert moved.error == error
+    assert "micro_batch" in error["hint"]
+    last = events.since(session, job.id, 1)[0]
+    assert (last.level, last.message, last.data["error"]) == ("error", "rank 1 ran out of memory", error)
+
+
+def test_what_is_new_is_said_only_after_the_commit(database: Database, hints: Heard, owner: Account) -> None:
+    with database.session() as session:
+        job = make.job(session)
+        jobs.cancel(session, owner, job.id)
+        assert (hints.nudges, hints.rings) == (0, [])
+    assert (hints.nudges, hints.rings) == (1, [job.id])
+
+
+def test_nothing_is_said_about_what_was_rolled_back(database: Database, hints: Heard, owner: Account) -> None:
+    with database.session() as session:
+        job = make.job(session)
+
+    def change_our_mind() -> None:
+        with database.session() as session:
+            jobs.cancel(session, owner, job.id)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        change_our_mind()
+    assert (hints.nudges, hints.rings) == (0, [])
+
+
+# Wishing
+
+
+@pytest.mark.parametrize(
+    ("state", "holder", "becomes"),
+    [
+        (S.QUEUED, None, S.CANCELLED),
+        (S.PAUSED, None, S.CANCELLED),
+        (S.STARTING, None, S.CANCELLED),
+        (S.STARTING, "supervisor-1", S.CANCELLING),
+        (S.RUNNING, "supervisor-1", S.CANCELLING),
+        (S.PAUSING, "supervisor-1", S.CANCELLING),
+    ],
+)
+def test_a_cancel_waits_for_processes_where_there_are_some(
+    session: Session, owner: Account, state: S, holder: str | None, becomes: S
+) -> None:
+    job = make.job(session, state=state, holder=holder)
+    assert jobs.cancel(session, owner, job.id).state is becomes
+    before = history(session, job.id)
+    assert jobs.cancel(session, owner, job.id).state is becomes
+    assert history(session, job.id) == before
+
+
+def test_a_start_that_was_cancelled_before_its_claim_frees_its_slots(session: Session, owner: Account) -> None:
+    make.node(session, num_slots=1)
+    job = make.job(session, state=S.STARTING, holder=None)
+    jobs.cancel(session, owner, job.id)
+    assert held_slots(session) == [None]
+    assert jobs.claim(session, job.id, "supervisor-1", LEASE, node="node-1") is None
+
+
+@pytest.mark.parametrize("state", [S.SUCCEEDED, S.FAILED])
+@pytest.mark.parametrize("wish", [jobs.cancel, jobs.pause, jobs.resume])
+def test_a_job_that_has_ended_takes_no_wishes(session: Session, owner: Account, state: S, wish: object) -> None:
+    job = make.job(session, state=state)
+    with pytest.raises(InvalidMove, match=state):
+        wish(session, owner, job.id)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("state", "holder", "becomes"),
+    [
+        (S.QUEUED, None, S.PAUSED),
+        (S.STARTING, None, S.PAUSED),
+        (S.STARTING, "supervisor-1", S.PAUSING),
+        (S.RUNNING, "supervisor-1", S.PAUSING),
+        (S.PAUSED, None, S.PAUSED),
+    ],
+)
+def test_a_pause_waits_for_a_checkpoint_where_something_runs(
+    session: Session, owner: Account, state: S, holder: str | None, becomes: S
+) -> None:
+    job = make.job(session, state=state, holder=holder)
+    assert jobs.pause(session, owner, job.id).state is becomes
+    assert jobs.pause(session, owner, job.id).state is becomes
+
+
+def test_a_job_that_is_being_cancelled_cannot_be_paused(session: Session, owner: Account) -> None:
+    job = make.job(session, state=S.CANCELLING)
+    with pytest.raises(InvalidMove, match="cancelling"):
+        jobs.pause(session, owner, job.id)
+
+
+def test_a_paused_job_is_queued_again_with_a_clean_record(session: Session, owner: Account) -> None:
+    job = make.job(session, state=S.PAUSED, losses=3, retry_at=2e9)
+    resumed = jobs.resume(session, owner, job.id)
+    assert (resumed.state, resumed.losses, resumed.retry_at) == (S.QUEUED, 0, None)
+    assert jobs.resume(session, owner, job.id).state is S.QUEUED
+
+
+def test_a_job_that_is_still_pausing_cannot_be_resumed(session: Session, owner: Account) -> None:
+    job = make.job(session, state=S.PAUSING)
+    with pytest.raises(InvalidMove, match="pausing"):
+        jobs.resume(session, owner, job.id)
+
+
+@pytest.mark.parametrize("wish", [jobs.get, jobs.cancel, jobs.pause, jobs.resume])
+def test_another_projects_job_looks_like_none(session: Session, owner: Account, wish: object) -> None:
+    make.project(session, "proj-other")
+    job = make.job(session, project_id="proj-other")
+    with pytest.raises(NotFound) as theirs:
+        wish(session, owner, job.id)  # type: ignore[operator]
+    with pytest.raises(NotFound) as missing:
+        wish(session, owner, "job-nobody")  # type: ignore[operator]
+    assert theirs.value.message.replace(job.id, "") == missing.value.message.replace("job-nobody", "")
+
+
+# Holding
+
+
+def test_a_claim_raises_the_attempt_and_starts_a_lease(session: Session) -> None:
+    job = make.job(session, state=S.STARTING, holder=None, attempt=1, engine_seq=7, lease_expires_at=0)
+    claimed = jobs.claim(session, job.id, "supervisor-2", LEASE, node="node-1")
+    assert claimed is not None
+    assert (claimed.attempt, claimed.holder, claimed.state, claimed.engine_seq) == (2, "supervisor-2", S.STARTING, 0)
+    assert jobs.expired(session) == []
+    assert jobs.claim(session, job.id, "supervisor-3", LEASE, node="node-1") is None
+
+
+def test_a_late_message_cannot_claim_a_job_that_was_placed_elsewhere(session: Session) -> None:
+    job = make.job(session, state=S.STARTING, holder=None, node="node-2")
+    assert jobs.claim(session, job.id, "supervisor-1", LEASE, node="node-1") is None
+
+
+def test_a_renewal_tells_what_is_wished(session: Session, owner: Account) -> None:
+    job = make.job(session, state=S.RUNNING)
+    jobs.cancel(session, owner, job.id)
+    renewed = jobs.renew(session, job.id, fence=1, lease=LEASE)
+    assert renewed is not None
+    assert renewed.state is S.CANCELLING
+
+
+@pytest.mark.parametrize(("state", "fence"), [(S.RUNNING, 1), (S.QUEUED, 2), (S.SUCCEEDED, 2)])
+def test_a_lease_that_is_lost_cannot_be_renewed(session: Session, state: S, fence: int) -> None:
+    job = make.job(session, state=state, attempt=2)
+    assert jobs.renew(session, job.id, fence=fence, lease=LEASE) is None
+
+
+def test_a_loss_queues_the_job_again_after_a_growing_while_and_then_fails_it(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    waits = []
+    for attempt in range(1, 5):
+        lost = jobs.lose(session, job.id, fence=attempt, reason="rank 0 died", max_losses=5)
+        assert (lost.state, lost.losses) == (S.QUEUED, attempt)
+        assert lost.retry_at is not None
+        assert "rank 0 died" in (lost.queue_reason or "")
+        waits.append(jobs.back_off(attempt))
+        jobs.place(session, job.id, "node-1", [], claim_within=LEASE)
+        jobs.claim(session, job.id, "supervisor", LEASE, node="node-1")
+    assert waits == [1, 4, 16, 64]
+    failed = jobs.lose(
+        session, job.id, fence=5, reason="rank 0 died", max_losses=5, error=failure("rank_lost", "rank 0 died")
+    )
+    assert failed.state is S.FAILED
+    assert failed.error is not None
+    assert failed.error["code"] == "rank_lost"
+    assert "5 attempts" in failed.error["message"]
+
+
+def test_the_wait_after_a_loss_has_a_limit() -> None:
+    assert jobs.back_off(50) == 300
+
+
+@pytest.mark.parametrize(("state", "becomes"), [(S.CANCELLING, S.CANCELLED), (S.PAUSING, S.PAUSED)])
+@pytest.mark.parametrize("how", ["lose", "requeue", "reclaim"])
+def test_a_wish_comes_true_when_the_attempt_ends_otherwise(session: Session, state: S, becomes: S, how: str) -> None:
+    job = make.job(session, state=state, lease_expires_at=0)
+    if how == "lose":
+        jobs.lose(session, job.id, fence=1, reason="rank 0 died", max_losses=1)
+    elif how == "requeue":
+        jobs.requeue(session, job.id, fence=1, reason="the host goes down")
+    else:
+        jobs.reclaim(session, max_losses=1)
+    assert jobs.find(session, job.id).state is becomes
+
+
+def test_a_drained_job_is_queued_without_a_loss_and_without_a_wait(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING, losses=2)
+    requeued = jobs.requeue(session, job.id, fence=1, reason="node-1 goes down")
+    assert (requeued.state, requeued.losses, requeued.retry_at) == (S.QUEUED, 2, None)
+
+
+# Keeping up
+
+
+def test_a_silent_holder_loses_its_job_and_a_living_one_does_not(session: Session) -> None:
+    silent = make.job(session, state=S.RUNNING, lease_expires_at=1.0)
+    living = make.job(session, state=S.RUNNING)
+    assert [job.id for job in jobs.reclaim(session, max_losses=5)] == [silent.id]
+    assert jobs.find(session, silent.id).losses == 1
+    assert jobs.find(session, living.id).state is S.RUNNING
+
+
+def test_a_start_that_nobody_claims_goes_back_and_is_no_loss(session: Session) -> None:
+    make.node(session, num_slots=1)
+    job = make.job(session, state=S.STARTING, holder=None, lease_expires_at=1.0)
+    assert [unclaimed.id for unclaimed in jobs.unclaimed(session)] == [job.id]
+    jobs.reclaim(session, max_losses=1)
+    back = jobs.find(session, job.id)
+    assert (back.state, back.losses, back.retry_at) == (S.QUEUED, 0, None)
+    assert held_slots(session) == [None]
+
+
+# Asking
+
+
+def test_a_new_job_is_queued_with_what_was_asked_and_what_it_became(
+    session: Session, owner: Account, tmp_settings: Settings
+) -> None:
+    make.file(session)
+    spec = make.spec(labels={"team": "red"}, max_runtime="90m", priority=3)
+    job = jobs.create(session, owner, spec, settings=tmp_settings)
+    assert (job.state, job.priority, job.max_runtime, job.slots) == (S.QUEUED, 3, 5400.0, 1)
+    assert job.spec["model"] == {
+        "architecture": "llama",
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 4,
+        "max_seq_len": 64,
+    }
+    assert job.run_config["training"]["steps"] == 10
+    assert history(session, job.id) == [(1, "queued")]
+    assert type(spec).model_validate(job.spec) == spec
+
+
+def test_a_file_that_is_not_there_is_blamed_by_its_field(
+    session: Session, owner: Account, tmp_settings: Settings
+) -> None:
+    with pytest.raises(NotFound) as refusal:
+        jobs.create(session, owner, make.spec(), settings=tmp_settings)
+    assert refusal.value.param == "data.train.0"
+
+
+def test_another_projects_file_looks_like_none(session: Session, owner: Account, tmp_settings: Settings) -> None:
+    make.project(session, "proj-other")
+    make.file(session, project_id="proj-other")
+    with pytest.raises(NotFound):
+        jobs.create(session, owner, make.spec(), settings=tmp_settings)
+
+
+def test_a_spec_that_needs_more_than_the_largest_node_is_refused_with_what_would_work(
+    session: Session, owner: Account, tmp_settings: Settings
+) -> None:
+    make.file(session)
+    make.node(session, num_slots=2)
+    spec = make.spec(parallel={"tensor": 2, "data": 2})
+    with pytest.raises(InvalidSpec, match="needs 4 slots; the largest node has 2"):
+        jobs.create(session, owner, spec, settings=tmp_settings)
+
+
+def test_the_same_idempotency_key_is_the_same_job(session: Session, owner: Account, tmp_settings: Settings) -> None:
+    make.file(session)
+    first = jobs.create(
+        session, owner, make.spec(), settings=tmp_settings, idempotency_key="k", request_digest="a" * 64
+    )
+    again = jobs.create(
+        session, owner, make.spec(), settings=tmp_settings, idempotency_key="k", request_digest="a" * 64
+    )
+    other = jobs.create(
+        session, owner, make.spec(), settings=tmp_settings, idempotency_key="l", request_digest="a" * 64
+    )
+    assert again.id == first.id != other.id
+    with pytest.raises(InvalidSpec, match="another body"):
+        jobs.create(session, owner, make.spec(), settings=tmp_settings, idempotency_key="k", request_digest="b" * 64)
+
+
+def test_an_idempotency_key_belongs_to_its_project(session: Session, owner: Account, tmp_settings: Settings) -> None:
+    make.file(session)
+    make.project(session, "proj-other")
+    make.file(session, id="file-theirs", project_id="proj-other")
+    other = Account(project_id="proj-other", key_id="key-other", scopes=frozenset({"submit"}))
+    ours = jobs.create(session, owner, make.spec(), settings=tmp_settings, idempotency_key="k")
+    theirs = jobs.create(
+        session, other, make.spec(data={"train": ["file-theirs"]}), settings=tmp_settings, idempotency_key="k"
+    )
+    assert ours.id != theirs.id
+
+
+def test_a_retried_create_is_the_same_job_and_an_identical_new_one_is_not(
+    session: Session, owner: Account, tmp_settings: Settings
+) -> None:
+    make.file(session)
+    digest = jobs.digest(owner, b"the body")
+    first = jobs.create(session, owner, make.spec(), settings=tmp_settings, request_digest=digest)
+    retry = jobs.create(session, owner, make.spec(), settings=tmp_settings, request_digest=digest, retried=True)
+    fresh = jobs.create(session, owner, make.spec(), settings=tmp_settings, request_digest=digest)
+    assert retry.id == first.id != fresh.id
+
+
+def test_a_retry_is_one_only_for_a_while_and_only_for_its_key(
+    session: Session, owner: Account, tmp_settings: Settings
+) -> None:
+    make.file(session)
+    digest = jobs.digest(owner, b"the body")
+    old = jobs.create(session, owner, make.spec(), settings=tmp_settings, request_digest=digest)
+    old.created_at -= jobs.RETRY_WINDOW.total_seconds() + 1
+    late = jobs.create(session, owner, make.spec(), settings=tmp_settings, request_digest=digest, retried=True)
+    assert late.id != old.id
+    other_key = Account(project_id=owner.project_id, key_id="key-other", scopes=owner.scopes)
+    assert jobs.digest(other_key, b"the body") != digest
+
+
+# Looking
+
+
+def test_pages_follow_one_another_newest_first_without_gap_or_repetition(session: Session, owner: Account) -> None:
+    made = [make.job(session, created_at=float(age // 2)).id for age in range(7)]
+    seen: list[str] = []
+    after = None
+    while True:
+        page = jobs.page(session, owner, after=after, limit=3)
+        seen += [job.id for job in page.data]
+        if not page.has_more:
+            break
+        after = seen[-1]
+    assert sorted(seen) == sorted(made)
+    created = [jobs.find(session, job_id).created_at for job_id in seen]
+    assert created == sorted(created, reverse=True)
+
+
+def test_an_unknown_cursor_is_refused(session: Session, owner: Account) -> None:
+    make.project(session, "proj-other")
+    theirs = make.job(session, project_id="proj-other")
+    for after in ("job-nobody", theirs.id):
+        with pytest.raises(NotFound) as refusal:
+            jobs.page(session, owner, after=after)
+        assert refusal.value.param == "after"
+
+
+def test_jobs_are_found_by_state_kind_and_labels(session: Session, owner: Account) -> None:
+    red = make.job(session, labels={"team": "red", "run": "1"}, kind="finetune")
+    blue = make.job(session, labels={"team": "blue"}, state=S.FAILED)
+
+    def found(**filters: object) -> set[str]:
+        return {job.id for job in jobs.page(session, owner, **filters).data}  # type: ignore[arg-type]
+
+    assert found(labels={"team": "red"}) == found(kind="finetune") == {red.id}
+    assert found(labels={"team": "red", "run": "2"}) == set()
+    assert found(labels={'team"; drop': "x"}) == set()
+    assert found(state=S.FAILED) == {blue.id}
+    assert found() == {red.id, blue.id}
+
+
+def test_counts_and_owned_tell_what_is_there(session: Session, owner: Account) -> None:
+    make.project(session, "proj-other")
+    ours, theirs = make.job(session), make.job(session, project_id="proj-other", state=S.PAUSED)
+    assert jobs.count_by_state(session) == {S.QUEUED: 1, S.PAUSED: 1}
+    assert jobs.owned(session, owner, {ours.id, theirs.id, "job-nobody"}) == {ours.id}
+
+
+def test_a_state_comes_back_as_a_state(session: Session) -> None:
+    job = make.job(session)
+    session.expire_all()
+    assert session.scalars(select(Job.state).where(Job.id == job.id)).one() is S.QUEUED
+    assert nodes.listing(session) == []

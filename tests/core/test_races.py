@@ -1,0 +1,180 @@
+"""Two actors at once, in threads, on a real database: one wins, nothing is doubled, no number is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from threading import Barrier
+from typing import TypeVar
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core import events, files, jobs, metrics, scheduler
+from core.db import Database
+from core.errors import InvalidMove
+from core.keys import Account
+from core.models import Job, JobEvent, Slot
+from core.settings import Settings
+from core.states import JobState
+from core.storage import Storage
+from tests import make
+from tests.fakes.hints import Heard
+
+S = JobState
+T = TypeVar("T")
+LEASE = timedelta(seconds=60)
+
+
+def at_once(database: Database, *actors: Callable[[Session], T]) -> list[T | BaseException]:
+    """What each actor, in a thread and a transaction of its own, returned or raised."""
+    barrier = Barrier(len(actors), timeout=30)
+
+    def act(actor: Callable[[Session], T]) -> T:
+        barrier.wait()
+        with database.session() as session:
+            return actor(session)
+
+    with ThreadPoolExecutor(len(actors)) as pool:
+        running = [pool.submit(act, actor) for actor in actors]
+        return [future.exception(timeout=60) or future.result() for future in running]
+
+
+def test_of_five_deliveries_one_claims(database: Database) -> None:
+    with database.session() as session:
+        job_id = make.job(session, state=S.STARTING, holder=None, attempt=0).id
+    claims = at_once(
+        database,
+        *(
+            lambda session, number=number: jobs.claim(session, job_id, f"supervisor-{number}", LEASE, node="node-1")
+            for number in range(5)
+        ),
+    )
+    assert sum(claim is not None for claim in claims) == 1
+    with database.reading() as session:
+        assert jobs.find(session, job_id).attempt == 1
+
+
+def test_recording_and_moving_at_once_leaves_no_hole_in_the_history(database: Database, owner: Account) -> None:
+    with database.session() as session:
+        job_id = make.job(session, state=S.RUNNING).id
+
+    def tell(number: int) -> Callable[[Session], object]:
+        return lambda session: jobs.record(session, job_id, fence=1, events=[make.step(number), make.step(number + 1)])
+
+    outcomes = at_once(
+        database, *(tell(number) for number in range(1, 12, 2)), lambda session: jobs.cancel(session, owner, job_id)
+    )
+    assert not [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    with database.reading() as session:
+        history = events.since(session, job_id, 0)
+        job = jobs.find(session, job_id)
+        assert [event.seq for event in history] == list(range(1, len(history) + 1))
+        assert job.last_event == len(history)
+        told = [event.data["step"] for event in history if event.type == "step"]
+        assert len(told) == len(set(told)) == len(metrics.series(session, job_id)["loss"])
+
+
+def test_of_a_cancel_and_a_success_exactly_one_comes_true(database: Database, owner: Account) -> None:
+    for _ in range(5):
+        with database.session() as session:
+            job_id = make.job(session, state=S.RUNNING).id
+        cancelled, succeeded = at_once(
+            database,
+            lambda session, job_id=job_id: jobs.cancel(session, owner, job_id),
+            lambda session, job_id=job_id: jobs.move(session, job_id, S.SUCCEEDED, fence=1),
+        )
+        assert isinstance(cancelled, InvalidMove) != isinstance(succeeded, InvalidMove)
+
+
+def test_of_a_cancel_and_a_claim_no_process_is_forgotten(database: Database, owner: Account) -> None:
+    for _ in range(5):
+        with database.session() as session:
+            job_id = make.job(session, state=S.STARTING, holder=None).id
+        cancelled, claimed = at_once(
+            database,
+            lambda session, job_id=job_id: jobs.cancel(session, owner, job_id).state,
+            lambda session, job_id=job_id: jobs.claim(session, job_id, "supervisor-1", LEASE, node="node-1"),
+        )
+        # Either it was never claimed, or the one who claimed it has been told.
+        assert (cancelled, claimed is None) in {(S.CANCELLED, True), (S.CANCELLING, False)}
+
+
+def test_a_renewal_and_a_reclaim_never_both_have_the_job(database: Database) -> None:
+    for _ in range(5):
+        with database.session() as session:
+            job_id = make.job(session, state=S.RUNNING, lease_expires_at=0.0).id
+        renewed, reclaimed = at_once(
+            database,
+            lambda session, job_id=job_id: jobs.renew(session, job_id, fence=1, lease=LEASE),
+            lambda session: jobs.reclaim(session, max_losses=5),
+        )
+        assert isinstance(reclaimed, list)
+        # The reclaim may step back too, when it found the row locked; but never do both have it.
+        assert not (renewed is not None and reclaimed)
+
+
+def test_ticks_at_once_give_each_slot_to_one_job(database: Database, hints: Heard) -> None:
+    with database.session() as session:
+        make.node(session, num_slots=3)
+        for _ in range(5):
+            make.job(session)
+    placed = at_once(database, *([scheduler.tick] * 4))
+    placements = [placement for tick in placed if isinstance(tick, list) for placement in tick]
+    assert len(placements) == 3
+    assert sorted(slot for placement in placements for slot in placement.slots) == [0, 1, 2]
+    with database.reading() as session:
+        held = session.scalars(select(Slot.job_id)).all()
+        assert sorted(filter(None, held)) == sorted(placement.job_id for placement in placements)
+    assert sorted(job_id for job_id, _ in hints.starts) == sorted(placement.job_id for placement in placements)
+
+
+@pytest.mark.parametrize("key", ["same-key", None], ids=["by key", "by retry"])
+def test_creates_at_once_that_are_the_same_make_one_job(
+    database: Database, owner: Account, settings: Settings, key: str | None
+) -> None:
+    with database.session() as session:
+        make.file(session)
+
+    def submit(retried: bool) -> Callable[[Session], str]:
+        return lambda session: (
+            jobs.create(
+                session,
+                owner,
+                make.spec(),
+                settings=settings,
+                idempotency_key=key,
+                request_digest="d" * 64,
+                retried=retried,
+            ).id
+        )
+
+    if key is None:
+        first = at_once(database, submit(False))
+        made = [*first, *at_once(database, *[submit(True)] * 3)]
+    else:
+        made = at_once(database, *[submit(False)] * 4)
+    assert len(set(made)) == 1
+    with database.reading() as session:
+        assert len(session.scalars(select(Job)).all()) == 1
+        assert len(session.scalars(select(JobEvent)).all()) == 1
+
+
+def test_a_file_that_a_new_job_needs_is_not_deleted_under_it(
+    database: Database, owner: Account, settings: Settings, storage: Storage
+) -> None:
+    for round_ in range(5):
+        file_id = f"file-{round_:024x}"
+        with database.session() as session:
+            make.file(session, id=file_id)
+            storage.put_bytes(f"files/{file_id}", b"text")
+        spec = make.spec(data={"train": [file_id]})
+        created, deleted = at_once(
+            database,
+            lambda session, spec=spec: jobs.create(session, owner, spec, settings=settings).id,
+            lambda session, file_id=file_id: files.delete(session, storage, owner, file_id),
+        )
+        assert isinstance(created, str) != (deleted is None)
+        assert storage.exists(f"files/{file_id}") == isinstance(created, str)

@@ -1,0 +1,156 @@
+"""What the engine said, written down once: history, metrics, progress."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy.orm import Session
+
+from core import events, jobs, metrics
+from core.errors import InvalidMove
+from core.keys import Account
+from core.models import Job
+from core.states import JobState
+from engine.events import CheckpointSaved, Evaluated, Event, Failed, Finished, Log, Progress, Started
+from tests import make
+
+S = JobState
+
+
+def started(seq: int, **fields: object) -> Started:
+    values: dict[str, object] = {
+        "seq": seq, "time": 1_700_000_000.0, "total_steps": 10, "start_step": 0, "ranks": 2, "parameters": 5000,
+        "trainable_parameters": 5000, "train_rows": 8, "train_tokens": 256, "vocab_size": 260, "device": "cpu",
+    }  # fmt: skip
+    return Started.model_validate(values | fields)
+
+
+def evaluated(seq: int, step: int, loss: float = 2.0) -> Evaluated:
+    return Evaluated(seq=seq, time=1.0, step=step, loss=loss, token_accuracy=0.25, tokens=100)
+
+
+def types(session: Session, job: Job) -> list[tuple[int, str]]:
+    return [(event.seq, event.type) for event in events.since(session, job.id, 0)]
+
+
+def test_the_first_event_of_training_makes_the_job_run(session: Session) -> None:
+    job = make.job(session, state=S.STARTING, attempt=1)
+    assert jobs.record(session, job.id, fence=1, events=[Progress(seq=1, phase="data", done=1, total=2, unit="files"),
+                                                         started(2), make.step(3, step=1)]) == 4  # fmt: skip
+    assert types(session, job) == [(1, "state"), (2, "progress"), (3, "state"), (4, "started"), (5, "step")]
+    running = jobs.find(session, job.id)
+    assert running.state is S.RUNNING
+    assert running.started_at is not None
+
+
+def test_a_job_that_is_told_to_end_before_it_started_does_not_run(session: Session, owner: Account) -> None:
+    job = make.job(session, state=S.STARTING)
+    jobs.cancel(session, owner, job.id)
+    jobs.record(session, job.id, fence=1, events=[started(1)])
+    assert jobs.find(session, job.id).state is S.CANCELLING
+
+
+def test_each_number_of_a_step_becomes_a_metric_under_its_own_name(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    jobs.record(
+        session, job.id, fence=1, events=[make.step(1, loss=2.5, mfu=0.5, memory_bytes=7), evaluated(2, 1, 3.5)]
+    )
+    assert metrics.series(session, job.id) == {
+        "grad_norm": [(1, 1.0)],
+        "loss": [(1, 2.5)],
+        "lr": [(1, 1e-3)],
+        "memory_bytes": [(1, 7.0)],
+        "mfu": [(1, 0.5)],
+        "step_seconds": [(1, 0.1)],
+        "tokens": [(1, 128.0)],
+        "tokens_per_second": [(1, 1280.0)],
+        "validation_loss": [(1, 3.5)],
+        "validation_token_accuracy": [(1, 0.25)],
+    }
+    assert metrics.names(session, job.id) == sorted(metrics.series(session, job.id))
+
+
+def test_progress_tells_how_far_how_fast_and_how_long_yet(session: Session) -> None:
+    job = make.job(session, state=S.STARTING)
+    jobs.record(session, job.id, fence=1, events=[started(1), make.step(2, step=1, step_seconds=1.0)])
+    # The mean moves a tenth of the way to the newest: 1 + 0.1 x (2 - 1); eight of ten steps are left.
+    jobs.record(session, job.id, fence=1, events=[make.step(3, step=2, step_seconds=2.0, loss=1.5)])
+    progress = jobs.find(session, job.id).progress
+    assert progress["percent"] == 20.0
+    assert progress["eta_seconds"] == pytest.approx(8 * 1.1)
+    assert (progress["step"], progress["total_steps"], progress["loss"]) == (2, 10, 1.5)
+
+
+def test_a_batch_that_is_delivered_twice_is_recorded_once(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    batch: list[Event] = [make.step(1), Log(seq=2, message="hello"), make.step(3, step=2)]
+    assert jobs.record(session, job.id, fence=1, events=batch) == 3
+    assert jobs.record(session, job.id, fence=1, events=batch) == 0
+    assert jobs.record(session, job.id, fence=1, events=[*batch, make.step(4, step=3)]) == 1
+    assert [seq for seq, _ in types(session, job)] == [1, 2, 3, 4, 5]
+
+
+def test_a_resumed_attempt_records_only_what_is_new(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    jobs.record(session, job.id, fence=1, events=[*(make.step(n) for n in range(1, 8)), evaluated(8, 5)])
+    jobs.lose(session, job.id, fence=1, reason="rank 0 died", max_losses=5)
+    jobs.place(session, job.id, "node-1", [], claim_within=jobs.RETRY_WINDOW)
+    jobs.claim(session, job.id, "supervisor-2", jobs.RETRY_WINDOW, node="node-1")
+    # It goes on from a checkpoint at step 4, so it repeats 5 to 7 and their validation, with numbers of its own.
+    again = [
+        started(1, start_step=4),
+        *(make.step(n - 3, step=n, loss=9.0) for n in range(5, 10)),
+        evaluated(7, 5, 9.0),
+    ]
+    jobs.record(session, job.id, fence=2, events=again)
+    losses = metrics.series(session, job.id, names=["loss", "validation_loss"])
+    assert [step for step, _ in losses["loss"]] == list(range(1, 10))
+    assert [value == 9.0 for _, value in losses["loss"]] == [False] * 7 + [True] * 2
+    assert losses["validation_loss"] == [(5, 2.0)]
+    told = [event.data["step"] for event in events.since(session, job.id, 0) if event.type == "step"]
+    assert told == list(range(1, 10))
+
+
+def test_a_checkpoint_on_the_disk_of_a_host_is_not_told_yet(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    saved = CheckpointSaved(seq=1, step=5, path="checkpoints/step-00000005", bytes=1, seconds=0.1)
+    assert jobs.record(session, job.id, fence=1, events=[saved]) == 0
+
+
+def test_events_keep_their_time_their_level_and_their_facts(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    failed = Failed(seq=2, time=1_700_000_005.5, code="non_finite_loss", message="loss is NaN at step 3", rank=1)
+    jobs.record(session, job.id, fence=1, events=[Log(seq=1, time=1.0, level="warning", message="slow disk"), failed])
+    log, last = events.since(session, job.id, 1)
+    assert (log.level, log.message, log.data) == ("warning", "slow disk", {"message": "slow disk", "rank": 0})
+    assert (last.level, last.created_at, last.data["code"]) == ("error", 1_700_000_005.5, "non_finite_loss")
+
+
+@pytest.mark.parametrize("state", [S.QUEUED, S.PAUSED, S.SUCCEEDED, S.CANCELLED])
+def test_nobody_writes_the_history_of_a_job_that_is_not_held(session: Session, state: S) -> None:
+    job = make.job(session, state=state, attempt=1)
+    with pytest.raises(InvalidMove):
+        jobs.record(session, job.id, fence=1, events=[make.step(1)])
+
+
+def test_an_attempt_that_was_replaced_is_refused(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING, attempt=2)
+    with pytest.raises(InvalidMove):
+        jobs.record(session, job.id, fence=1, events=[make.step(1)])
+    assert types(session, job) == [(1, "state")]
+
+
+def test_history_is_read_in_pages_of_either_order_and_by_type(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    jobs.record(session, job.id, fence=1, events=[make.step(n) for n in range(1, 6)])
+    jobs.record(session, job.id, fence=1, events=[Finished(seq=6, step=5, tokens=640)])
+    newest = events.page(session, job, limit=3)
+    assert [event.seq for event in newest.data] == [7, 6, 5]
+    assert newest.has_more
+    rest = events.page(session, job, after=5, limit=10)
+    assert ([event.seq for event in rest.data], rest.has_more) == ([4, 3, 2, 1], False)
+    forward = events.page(session, job, after=2, limit=2, order="asc")
+    assert [event.seq for event in forward.data] == [3, 4]
+    assert [event.type for event in events.page(session, job, types=["finished", "state"]).data] == [
+        "finished",
+        "state",
+    ]
