@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,11 @@ class _Replay:
     """
 
     def __init__(self, part: Callable[..., object], inputs: tuple[object, ...]) -> None:
-        self.part, self.inputs = part, inputs
+        self.part = part
+        self.plain = [None if isinstance(x, Tensor) else x for x in inputs]
+        """The inputs, but for tensors."""
+        self.places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
+        self.kept = _kept(*(x for x in inputs if isinstance(x, Tensor)))
         self.count = 0
         """Tensors that the part saves."""
         self._made: dict[int, Tensor] = {}
@@ -61,13 +65,34 @@ class _Replay:
             if seen == self.count:
                 raise _Enough
 
-        # Detached, so that this graph, of which nothing is asked, does not hang on to the one that is being walked.
-        inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in self.inputs]
+        inputs = list(self.plain)
+        for place, x in zip(self.places, self.kept.saved_tensors, strict=True):
+            # Detached, so that this graph, of which nothing is asked, does not hang on to the one that is being walked.
+            inputs[place] = x.detach().requires_grad_(x.requires_grad)
         try:
             with torch.enable_grad(), saved_tensors_hooks(keep, _nothing_to_fetch):
                 self.part(*inputs)
         except _Enough:
             pass
+
+
+class _Keep(torch.autograd.Function):
+    """Saves its inputs and computes nothing, so that they count as saved for whoever meters or moves saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, nothing: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return nothing.view_as(nothing)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise AssertionError("nothing is computed from what was kept")
+
+
+def _kept(*tensors: Tensor) -> Any:
+    """The node of autograd's graph that holds `tensors` as `saved_tensors`, whether or not they need a gradient."""
+    nothing = torch.empty(0, requires_grad=True)
+    return cast(Tensor, _Keep.apply(nothing, *tensors)).grad_fn  # type: ignore[no-untyped-call]
 
 
 def _nothing_to_fetch(_: None) -> Tensor:
