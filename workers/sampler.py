@@ -197,8 +197,8 @@ def remove(folder: Path) -> None:
 class Counter:
     """Takes requests from the list and puts answers where they are waited for."""
 
-    def __init__(self, services: Services, client: redis.Redis, residents: Residents) -> None:
-        self.services, self.client, self.residents = services, client, residents
+    def __init__(self, client: redis.Redis, residents: Residents) -> None:
+        self.client, self.residents = client, residents
 
     def run(self, orders: Orders) -> None:
         """Until a wish comes. Requests under way are left: whoever asked has a deadline."""
@@ -225,7 +225,7 @@ class Counter:
             return
         try:
             answer = self.answer(request)
-        except (Failed, staging.Unusable) as error:
+        except Failed as error:
             answer = {"id": id_, "error": str(error)}
         except Exception as error:  # the thread's edge: whoever asked hears of it
             log.exception("request failed")
@@ -252,9 +252,17 @@ def bring(services: Services) -> Callable[[str, Path], None]:
             row = session.get(Model, model)
         if row is None:
             raise Failed(f"there is no model {model!r}")
-        staging.stage_model(services, row.source, folder)
+        try:
+            staging.stage_model(services, row.source, folder)
+        except staging.Unusable as error:
+            raise Failed(error.message) from error
 
     return bring
+
+
+def connect(settings: Settings) -> redis.Redis:
+    """A client that waits as long as `run` listens."""
+    return redis.Redis.from_url(settings.redis, socket_timeout=LISTEN_SECONDS + 5, socket_connect_timeout=5)
 
 
 def main() -> None:
@@ -265,17 +273,15 @@ def main() -> None:
     folder = settings.data_dir.absolute() / "sampler"
     # What a sampler that was killed had staged.
     shutil.rmtree(folder, ignore_errors=True)
-    with Services(settings) as services:
+    with Services(settings) as services, connect(settings) as client:
         residents = Residents(folder, bring(services))
-        client = redis.Redis.from_url(settings.redis, socket_timeout=LISTEN_SECONDS + 5, socket_connect_timeout=5)
         log.info("sampler is up")
         try:
-            Counter(services, client, residents).run(orders)
+            Counter(client, residents).run(orders)
         finally:
             residents.close()
             with suppress(RedisError, OSError):
                 client.delete(ALIVE)
-            client.close()
 
 
 if __name__ == "__main__":
