@@ -1,9 +1,11 @@
-"""One running service for all drills on a database: starting it takes longer than most of them."""
+"""One running service for all drills on a kind of database: starting it takes longer than most of them."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,26 @@ from tests.stack import Stack
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    # Not pytest's folder: with its name, the broker's socket would not fit beneath it.
-    with tempfile.TemporaryDirectory(prefix="drill-") as folder, Stack(Path(folder) / "shed") as stack:
-        yield stack
+def stack_on(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Stack]]:
+    """The service on this kind of database, started when it is first asked for."""
+    with ExitStack() as stacks:
+
+        @cache
+        def on(kind: str) -> Stack:
+            # Not pytest's folder: with its name, the broker's socket would not fit beneath it.
+            folder = Path(stacks.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
+            url = request.getfixturevalue("new_postgresql")(folder) if kind == "postgresql" else None
+            return stacks.enter_context(Stack(folder / "shed", database_url=url))
+
+        yield on
+
+
+@pytest.fixture
+def stack(stack_on: Callable[[str], Stack]) -> Stack:
+    return stack_on("sqlite")
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def each_stack(request: pytest.FixtureRequest, stack_on: Callable[[str], Stack]) -> Stack:
+    """For the drills that depend on what a database promises."""
+    return stack_on(request.param)

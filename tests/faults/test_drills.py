@@ -30,7 +30,8 @@ def test_messages_that_come_five_times_and_a_dead_worker_do_not_disturb_a_run(st
     stack.until(lambda: set(stack.workers()) - set(before), "another worker in its place")
 
 
-def test_killing_the_supervisor_and_then_a_rank_costs_time_and_no_step(stack: Stack) -> None:
+def test_killing_the_supervisor_and_then_a_rank_costs_time_and_no_step(each_stack: Stack) -> None:
+    stack = each_stack
     job_id = stack.submit(steps=STEPS, checkpoint_every=EVERY, ranks=2)
     stack.until_step(job_id, 2 * EVERY)
     assert len(stack.ranks(job_id)) == 2
@@ -49,7 +50,10 @@ def test_killing_the_supervisor_and_then_a_rank_costs_time_and_no_step(stack: St
     stack.assert_at_rest(job_id)
 
 
-def test_a_supervisor_that_stood_still_past_its_lease_finds_its_ranks_dead_and_writes_nothing(stack: Stack) -> None:
+def test_a_supervisor_that_stood_still_past_its_lease_finds_its_ranks_dead_and_writes_nothing(
+    each_stack: Stack,
+) -> None:
+    stack = each_stack
     job_id = stack.submit(steps=FOREVER, checkpoint_every=EVERY)
     stack.until_step(job_id, 2 * EVERY)
     (frozen,) = stack.supervisors(job_id)

@@ -1,0 +1,157 @@
+"""What a host offers, keeps alive and clears away."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from threading import Event
+from time import monotonic
+
+import psutil
+import pytest
+
+from core import joblogs, jobs
+from core.errors import NotFound
+from core.models import Job
+from core.services import Services
+from core.states import JobState
+from tests.workers.conftest import place_job
+from workers import children, tidy
+from workers.app import CONFIG, app
+from workers.children import Child
+from workers.hardware import parse
+
+DEADLINE_SECONDS = 20
+
+SMI = """\
+0, GPU-aaaa-1111, NVIDIA H200, 143771
+1, GPU-bbbb-2222, NVIDIA H200, 143771
+"""
+"""As `nvidia-smi --query-gpu=index,uuid,name,memory.total --format=csv,noheader,nounits` prints it."""
+
+
+@pytest.mark.parametrize(
+    ("visible", "slots"),
+    [(None, 2), (["1"], 1), (["GPU-aaaa"], 1), (["0", "1", "7"], 2)],
+    ids=["all", "by index", "by the start of a UUID", "one that isn't there"],
+)
+def test_a_host_offers_the_gpus_that_it_may_use(visible: list[str] | None, slots: int) -> None:
+    hardware = parse(SMI, visible)
+
+    assert hardware is not None
+    assert (hardware.device, hardware.num_slots) == ("cuda", slots)
+    # NVIDIA H200 data sheet: 141 GB, 989 TFLOPS in bf16 without sparsity.
+    assert hardware.slot_memory_bytes == 143771 * 1024**2
+    assert hardware.slot_peak_flops == 989e12
+
+
+@pytest.mark.parametrize(("listing", "visible"), [("", None), (SMI, []), ("\n", None)])
+def test_a_host_without_gpus_of_its_own_offers_none(listing: str, visible: list[str] | None) -> None:
+    assert parse(listing, visible) is None
+
+
+def until_there(child: Child, path: Path) -> int:
+    """Tend the child until it wrote its pid."""
+    deadline, pause = monotonic() + DEADLINE_SECONDS, Event()
+    while not (path.exists() and path.read_text()):
+        child.tend()
+        assert monotonic() < deadline
+        pause.wait(0.02)
+    pid = int(path.read_text())
+    path.unlink()
+    return pid
+
+
+def test_a_child_that_dies_is_started_again_and_one_that_is_stopped_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "FIRST_PAUSE", 0.05)
+    path = tmp_path / "pid"
+    says_its_pid = f"import os, time; open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    child = Child("sleeper", (sys.executable, "-c", says_its_pid))
+
+    first = until_there(child, path)
+    psutil.Process(first).kill()
+    second = until_there(child, path)
+    child.stop(DEADLINE_SECONDS)
+    child.tend()
+
+    assert second != first
+    assert not psutil.pid_exists(second)
+    assert not path.exists()
+
+
+def test_a_child_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    script = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        f"open({str(path)!r}, 'w').write(str(child.pid)); time.sleep(600)"
+    )
+    child = Child("stubborn", (sys.executable, "-c", script))
+    grandchild = psutil.Process(until_there(child, path))
+
+    child.stop(0.2)
+
+    psutil.wait_procs([grandchild], timeout=DEADLINE_SECONDS)
+    assert not grandchild.is_running()
+
+
+def run_dir_with_log(services: Services, job_id: str, attempt: int, text: str) -> Path:
+    folder = tidy.run_dir(services.settings, job_id, attempt)
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "rank-0.log").write_text(text)
+    return folder
+
+
+def test_the_run_directory_of_a_living_attempt_stays_and_those_before_it_go(services: Services) -> None:
+    job_id = place_job(services, attempt=1)
+    with services.db.session() as session:
+        assert jobs.claim(session, job_id, "this one", services.settings.lease, node="here") is not None
+    over, living = (run_dir_with_log(services, job_id, attempt, f"{attempt}") for attempt in (1, 2))
+    coming = run_dir_with_log(services, job_id, 3, "claimed while we look")
+
+    tidy.tidy_host(services)
+
+    assert not over.exists()
+    assert living.exists()
+    assert coming.exists()
+
+
+def test_what_ranks_printed_can_be_read_before_and_after_the_run_directory_went(services: Services) -> None:
+    job_id = place_job(services)
+    lines = [f"line {number}\n" for number in range(10_000)]
+    run_dir_with_log(services, job_id, 1, "".join(lines))
+
+    def tail(count: int, rank: int = 0) -> str:
+        return joblogs.tail(services.settings, services.storage, job_id, rank, count)
+
+    before = [tail(3), tail(9_000), tail(20_000), tail(0)]
+    with services.db.session() as session:
+        jobs.move(session, job_id, JobState.FAILED)
+        session.get_one(Job, job_id).attempt = 1
+    tidy.tidy_host(services)
+
+    assert not tidy.run_dir(services.settings, job_id, 1).exists()
+    assert before == ["".join(lines[-3:]), "".join(lines[-9_000:]), "".join(lines), ""]
+    assert [tail(3), tail(9_000), tail(20_000), tail(0)] == before
+    with pytest.raises(NotFound, match="Rank 1 of job"):
+        tail(3, rank=1)
+
+
+def test_the_log_of_the_newest_attempt_is_the_one_that_is_read(services: Services) -> None:
+    job_id = place_job(services)
+    run_dir_with_log(services, job_id, 9, "nine\n")
+    run_dir_with_log(services, job_id, 10, "ten\n")
+
+    assert joblogs.tail(services.settings, services.storage, job_id, 0, 5) == "ten\n"
+
+
+def test_no_message_is_held_for_long_and_no_result_is_kept() -> None:
+    """Redis redelivers after an hour what was not acknowledged, so nothing is left unacknowledged while it works."""
+    for name, value in CONFIG.items():
+        assert app.conf[name] == value
+    assert app.conf.task_acks_late is False
+    assert app.conf.task_ignore_result is True
+    assert app.conf.worker_prefetch_multiplier == 1
+    assert app.conf.broker_connection_max_retries is None

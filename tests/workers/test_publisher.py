@@ -1,0 +1,105 @@
+"""Checkpoints on their way to storage while the engine goes on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from workers.publisher import Publisher, Saved
+
+DEADLINE_SECONDS = 20
+
+
+class Storage:
+    """Takes one checkpoint after another, each when it is let through."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[int, str]] = []
+        self.failed: list[tuple[int, str]] = []
+        self.refuses: set[int] = set()
+        self.begun, self.open = Event(), Event()
+        self.open.set()
+
+    def publish(self, saved: Saved) -> None:
+        self.begun.set()
+        assert self.open.wait(DEADLINE_SECONDS)
+        if saved.step in self.refuses:
+            raise OSError("no")
+        self.got.append((saved.step, (saved.folder / "weights").read_text()))
+
+    def fail(self, saved: Saved, error: Exception) -> None:
+        self.failed.append((saved.step, str(error)))
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return Storage()
+
+
+@pytest.fixture
+def publisher(tmp_path: Path, storage: Storage) -> Iterator[Publisher]:
+    publisher = Publisher(tmp_path / "outbox", keep=2, publish=storage.publish, failed=storage.fail)
+    yield publisher
+    storage.open.set()
+    publisher.close()
+
+
+def saved(tmp_path: Path, step: int) -> Path:
+    folder = tmp_path / "checkpoints" / f"step-{step}"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text(f"of step {step}")
+    return folder
+
+
+def test_what_the_engine_removes_meanwhile_is_uploaded_all_the_same(
+    tmp_path: Path, storage: Storage, publisher: Publisher
+) -> None:
+    storage.open.clear()
+    folder = saved(tmp_path, 1)
+    publisher.add(1, folder, {})
+    shutil.rmtree(folder)
+    storage.open.set()
+    publisher.flush()
+
+    assert storage.got == [(1, "of step 1")]
+    assert not list((tmp_path / "outbox").iterdir())
+
+
+def test_one_that_is_gone_before_it_is_noticed_is_passed_over(
+    tmp_path: Path, storage: Storage, publisher: Publisher
+) -> None:
+    publisher.add(1, tmp_path / "checkpoints" / "step-1", {})
+    publisher.add(2, saved(tmp_path, 2), {})
+    publisher.flush()
+
+    assert storage.got == [(2, "of step 2")]
+
+
+def test_where_uploads_fall_behind_the_oldest_that_wait_are_left_out(
+    tmp_path: Path, storage: Storage, publisher: Publisher
+) -> None:
+    storage.open.clear()
+    publisher.add(1, saved(tmp_path, 1), {})
+    assert storage.begun.wait(DEADLINE_SECONDS)
+    for step in (2, 3, 4):
+        publisher.add(step, saved(tmp_path, step), {})
+    storage.open.set()
+    publisher.flush()
+
+    assert [step for step, _ in storage.got] == [1, 3, 4]
+
+
+def test_one_that_fails_is_told_and_does_not_stop_the_next(
+    tmp_path: Path, storage: Storage, publisher: Publisher
+) -> None:
+    storage.refuses = {1}
+    publisher.add(1, saved(tmp_path, 1), {})
+    publisher.add(2, saved(tmp_path, 2), {})
+    publisher.flush()
+
+    assert storage.failed == [(1, "no")]
+    assert storage.got == [(2, "of step 2")]
