@@ -1,0 +1,120 @@
+"""What a run leaves behind, as `transformers`, `peft` and a sceptic with sha256sum see it."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine import checkpoint, weights
+from engine.mesh import alone
+from engine.model import Decoder
+from tests.engine.train import runs
+
+CPU = torch.device("cpu")
+IDS = torch.arange(2 * 20).view(2, 20)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A run from random weights, whose export is a base for others."""
+    folder = tmp_path_factory.mktemp("base")
+    runs.events_of(folder, runs.config(training={"steps": 3}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(base, tmp_path_factory):
+    """A LoRA run on that base."""
+    folder = tmp_path_factory.mktemp("adapted")
+    run = runs.config(
+        **runs.COMPLETION,
+        model=None,
+        base=str(base / "export" / "model"),
+        tokenizer={"type": "base"},
+        lora={"rank": 4, "alpha": 8.0},
+        training={"steps": 3, "lr": 0.02},
+    )
+    runs.events_of(folder, run)
+    return folder
+
+
+def logits(folder):
+    """Ours, of an exported model."""
+    decoder = Decoder(weights.read_shape(folder), alone(CPU), dtype=torch.float32)
+    weights.load(decoder, folder)
+    return decoder.logits(IDS)
+
+
+def theirs(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_transformers_loads_the_export_and_gives_the_same_logits(base):
+    folder = base / "export" / "model"
+    model = theirs(folder)
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, logits(folder), rtol=1e-5, atol=1e-5)
+    assert model.generation_config.pad_token_id is not None
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_loads_the_adapter_and_gives_the_logits_of_the_merged_model(base, adapted):
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(theirs(base / "export" / "model"), adapted / "export" / "adapter")
+    with torch.no_grad():
+        got = model(IDS).logits
+    torch.testing.assert_close(got, logits(adapted / "export" / "model"), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(got, logits(base / "export" / "model"), atol=1e-3)
+
+
+def test_the_manifest_names_every_file_with_its_sha256_and_what_the_model_was_made_of(adapted):
+    export = adapted / "export"
+    manifest = json.loads((export / "manifest.json").read_text())
+    there = {file.relative_to(export).as_posix() for file in export.rglob("*") if file.is_file()} - {"manifest.json"}
+    assert {file["path"] for file in manifest["files"]} == there
+    for file in manifest["files"]:
+        content = (export / file["path"]).read_bytes()
+        assert (file["bytes"], file["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
+    data = (adapted / "data" / "train.jsonl").read_bytes()
+    assert manifest["data"] == [{"path": "data/train.jsonl", "sha256": hashlib.sha256(data).hexdigest()}]
+    assert manifest["run"]["lora"]["rank"] == 4
+    assert manifest["torch"] == torch.__version__
+    assert {path.split("/")[0] for path in there} == {"adapter", "model"}
+
+
+def test_a_lora_checkpoint_holds_the_adapters_alone_and_knows_its_base(adapted, base):
+    folder = adapted / "checkpoints" / "step-00000003"
+    index = json.loads((folder / "index.json").read_text())
+    assert all(".adapter." in name for name in index["parameters"])
+    assert index["base"] == checkpoint.fingerprint(base / "export" / "model")
+    held = load_file(folder / "rank-00000.safetensors")
+    # Rank 4 beside q and o (32, 32), k and v (32, 16), gate, up and down (32, 48); two layers; weight and two moments.
+    each = 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
+    assert sum(tensor.numel() for tensor in held.values()) == 3 * 2 * each
+
+
+def test_without_merging_there_is_only_an_adapter_and_types_are_kept_or_asked_for(base, tmp_path):
+    run = runs.config(
+        model=None,
+        base=str(base / "export" / "model"),
+        tokenizer={"type": "base"},
+        lora={"rank": 2, "targets": ["q"]},
+        training={"steps": 1, "precision": "bf16"},
+        export={"merged": False},
+    )
+    runs.events_of(tmp_path, run)
+    assert not (tmp_path / "export" / "model").exists()
+    full = runs.config(
+        model=None, base=str(base / "export" / "model"), tokenizer={"type": "base"},
+        training={"steps": 1, "precision": "bf16"},
+    )  # fmt: skip
+    for asked, dtype in (("keep", torch.float32), ("bf16", torch.bfloat16)):
+        run = full.model_copy(update={"export": full.export.model_copy(update={"dtype": asked})})
+        runs.events_of(tmp_path, run)
+        tensors = load_file(tmp_path / "export" / "model" / "model.safetensors")
+        assert {tensor.dtype for tensor in tensors.values()} == {dtype}

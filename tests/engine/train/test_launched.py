@@ -1,0 +1,80 @@
+"""Real ranks under the real launcher: training on two of them, a stop, and a rank that is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.emit import last_event
+from tests.engine.train import runs
+
+DEADLINE = 90.0
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(holds, what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not holds():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """Two ranks that train without an end in sight, and have done a step."""
+    runs.write(tmp_path, runs.config(parallel={"tensor": 2, "sequence": True}, training={"steps": 10**6}))
+    command = [sys.executable, "-m", "engine", "launch", "--ranks", "2", "--heartbeat-timeout", "120"]
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "run.json")], stdin=subprocess.PIPE, start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    events = tmp_path / "events.jsonl"
+    until(lambda: events.exists() and b'"type":"step"' in events.read_bytes(), "the first step")
+    yield process
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdin.close()
+
+
+def test_a_stop_finishes_the_step_and_saves_it(launched, tmp_path):
+    ranks = children(launched.pid)
+    launched.send_signal(signal.SIGTERM)
+    assert launched.wait(timeout=DEADLINE) == 0
+    events = runs.load_events(tmp_path)
+    step, saved, stopped = events[-3:]
+    assert [event["type"] for event in (step, saved, stopped)] == ["step", "checkpoint", "stopped"]
+    assert step["step"] == saved["step"] == stopped["step"]
+    assert (tmp_path / saved["path"] / "manifest.json").is_file()
+    assert len(ranks) == 2
+    assert not any(map(running, ranks))
+
+
+def test_a_killed_rank_is_named_and_takes_the_other_along(launched, tmp_path):
+    first, second = children(launched.pid)
+    os.kill(second, signal.SIGKILL)
+    assert launched.wait(timeout=DEADLINE) == 1
+    assert not running(first)
+    event = last_event(tmp_path / "events.jsonl")
+    assert (event.code, event.rank, event.message) == ("rank_lost", 1, "rank 1 of 2 was killed by SIGKILL")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_run(tmp_path):
+    runs.write(tmp_path, runs.config(parallel={"data": 2}, training={"steps": 2}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    subprocess.run([*command, "engine", "train", str(tmp_path / "run.json")], check=True, timeout=DEADLINE)
+    assert last_event(tmp_path / "events.jsonl").type == "finished"
