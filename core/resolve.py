@@ -88,12 +88,12 @@ def resolve(
     tokenizer, vocab_size = _tokenizer(spec, files)
     shape = base.shape if base else _shape(spec.model, vocab_size, seq_len=spec.data.seq_len)
     seq_len = _seq_len(spec, shape)
-    choice = _Choice(spec, shape, lora, seq_len, cluster)
-    parallel = choice.parallel()
     precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
     recompute = Recompute() if spec.recompute == "auto" else Recompute(mode=spec.recompute.mode)
-    global_batch, micro_batch = _batch(spec.training, parallel, seq_len)
-    rows = _rows(spec, files, data_format, seq_len)
+    choice = _Choice(spec, shape, lora, seq_len, precision, recompute, cluster)
+    parallel = choice.parallel()
+    global_batch, micro_batch = choice.batch(parallel)
+    rows = _rows(spec, files, data_format, seq_len, bytes_only=tokenizer.type == "bytes")
     length = _length(spec.training, global_batch=global_batch, seq_len=seq_len)
     steps = length.get("steps") or max(1, ceil(rows * length["epochs"] / global_batch))
     try:
@@ -122,16 +122,8 @@ def resolve(
         )
     except ValidationError as error:
         raise _refused(error) from error
-    needs = memory.estimate(
-        shape,
-        seq_len=seq_len,
-        micro_batch=micro_batch,
-        precision=precision,
-        parallel=parallel,
-        recompute=recompute,
-        lora=lora,
-    )
-    _check_memory(needs, cluster, run)
+    needs = choice.needs(parallel, micro_batch=micro_batch)
+    _check_memory(needs, cluster)
     return Resolution(run, slots=parallel.ranks, plan=_plan(shape, lora, needs, steps, rows, run))
 
 
@@ -254,6 +246,8 @@ class _Choice:
     shape: ModelShape
     lora: Lora | None
     seq_len: int
+    precision: Literal["bf16", "fp32"]
+    recompute: Recompute
     cluster: ClusterFacts
 
     def parallel(self) -> Parallel:
@@ -276,7 +270,8 @@ class _Choice:
         fitting = [tensor for tensor in range(1, gpus + 1) if gpus % tensor == 0 and self._splits(tensor)]
         for tensor in fitting:
             candidate = Parallel(tensor=tensor, sequence=self._sequence(tensor), data=gpus // tensor)
-            if self._fits(candidate):
+            wish = self.spec.training.micro_batch
+            if self._fits(candidate, micro_batch=1 if wish == "auto" else wish):
                 return candidate
         tensor = fitting[-1]
         return Parallel(tensor=tensor, sequence=self._sequence(tensor), data=gpus // tensor)
@@ -309,6 +304,37 @@ class _Choice:
                 " or add a larger node",
             )
 
+    def batch(self, parallel: Parallel) -> tuple[int, int]:
+        """Rows of a step over all ranks, and rows of one forward pass."""
+        ask, data = self.spec.training, parallel.data
+        unit = data * (1 if ask.micro_batch == "auto" else ask.micro_batch)
+        global_batch = ask.global_batch or -(-DEFAULT_GLOBAL_BATCH // unit) * unit
+        if global_batch % unit:
+            of = (
+                f"parallel.data={data}" if ask.micro_batch == "auto" else f"micro_batch={ask.micro_batch} x data={data}"
+            )
+            _refuse(
+                "training.global_batch",
+                f"global_batch={global_batch} must be a multiple of {of}; use {_near(global_batch, unit)}",
+            )
+        if ask.micro_batch != "auto":
+            return global_batch, ask.micro_batch
+        share = global_batch // data
+        most = max(1, TOKENS_IN_A_MICRO_BATCH // self.seq_len)
+        sizes = [size for size in range(min(share, most), 0, -1) if share % size == 0]
+        return global_batch, next((size for size in sizes if self._fits(parallel, micro_batch=size)), 1)
+
+    def needs(self, parallel: Parallel, *, micro_batch: int) -> Memory:
+        return memory.estimate(
+            self.shape,
+            seq_len=self.seq_len,
+            micro_batch=micro_batch,
+            precision=self.precision,
+            parallel=parallel,
+            recompute=self.recompute,
+            lora=self.lora,
+        )
+
     def _splits(self, tensor: int) -> bool:
         try:
             Parallel(tensor=tensor).check(self.shape, seq_len=self.seq_len)
@@ -319,42 +345,11 @@ class _Choice:
     def _sequence(self, tensor: int) -> bool:
         return tensor > 1 and self.seq_len % tensor == 0
 
-    def _fits(self, parallel: Parallel) -> bool:
-        available = self.cluster.slot_memory_bytes
-        if available is None:
-            return True
-        wish = self.spec.training.micro_batch
-        needs = memory.estimate(
-            self.shape,
-            seq_len=self.seq_len,
-            micro_batch=1 if wish == "auto" else wish,
-            precision=self.spec.training.precision or ("bf16" if self.cluster.device == "cuda" else "fp32"),
-            parallel=parallel,
-            recompute=Recompute() if self.spec.recompute == "auto" else Recompute(mode=self.spec.recompute.mode),
-            lora=self.lora,
-        )
-        return needs.total <= available * (1 - memory.MARGIN)
+    def _fits(self, parallel: Parallel, *, micro_batch: int) -> bool:
+        return _has_room(self.cluster, self.needs(parallel, micro_batch=micro_batch))
 
 
-# Batches and length
-
-
-def _batch(ask: TrainingAsk, parallel: Parallel, seq_len: int) -> tuple[int, int]:
-    """Rows of a step over all ranks, and rows of one forward pass."""
-    data = parallel.data
-    unit = data * (1 if ask.micro_batch == "auto" else ask.micro_batch)
-    global_batch = ask.global_batch or -(-DEFAULT_GLOBAL_BATCH // unit) * unit
-    if global_batch % unit:
-        of = f"parallel.data={data}" if ask.micro_batch == "auto" else f"micro_batch={ask.micro_batch} x data={data}"
-        _refuse(
-            "training.global_batch",
-            f"global_batch={global_batch} must be a multiple of {of}; use {_near(global_batch, unit)}",
-        )
-    if ask.micro_batch != "auto":
-        return global_batch, ask.micro_batch
-    share = global_batch // data
-    most = max(1, TOKENS_IN_A_MICRO_BATCH // seq_len)
-    return global_batch, max(size for size in range(1, min(share, most) + 1) if share % size == 0)
+# Length
 
 
 def _length(ask: TrainingAsk, *, global_batch: int, seq_len: int) -> dict[str, Any]:
@@ -366,10 +361,10 @@ def _length(ask: TrainingAsk, *, global_batch: int, seq_len: int) -> dict[str, A
     return {"epochs": ask.epochs or DEFAULT_EPOCHS}
 
 
-def _rows(spec: JobSpec, files: Mapping[str, FileFacts], data_format: str, seq_len: int) -> int:
+def _rows(spec: JobSpec, files: Mapping[str, FileFacts], data_format: str, seq_len: int, *, bytes_only: bool) -> int:
     """About how many rows the training files fill."""
     used = [files[id_] for id_ in spec.data.train]
-    tokens = sum(file.characters for file in used) / CHARACTERS_IN_A_TOKEN
+    tokens = sum(file.characters for file in used) / (1 if bytes_only else CHARACTERS_IN_A_TOKEN)
     rows = ceil(tokens / seq_len) if spec.data.packing or data_format == "text" else sum(file.examples for file in used)
     held_out = spec.data.validation if isinstance(spec.data.validation, float) else 0.0
     return max(1, round(rows * (1 - held_out)))
@@ -410,9 +405,13 @@ def _training(
 # Cost
 
 
-def _check_memory(needs: Memory, cluster: ClusterFacts, run: RunConfig) -> None:
+def _has_room(cluster: ClusterFacts, needs: Memory) -> bool:
     available = cluster.slot_memory_bytes
-    if available is None or needs.total <= available * (1 - memory.MARGIN):
+    return available is None or needs.total <= available * (1 - memory.MARGIN)
+
+
+def _check_memory(needs: Memory, cluster: ClusterFacts) -> None:
+    if _has_room(cluster, needs):
         return
     advice = {
         "activations": "lower training.micro_batch or data.seq_len, or set recompute to full",
@@ -424,7 +423,7 @@ def _check_memory(needs: Memory, cluster: ClusterFacts, run: RunConfig) -> None:
     _refuse(
         "resources",
         f"each rank needs about {_gib(needs.total)}, {_gib(getattr(needs, needs.largest))} of it {needs.largest}; a"
-        f" slot has {_gib(available)}, of which {memory.MARGIN:.0%} stay free: {advice}",
+        f" slot has {_gib(cluster.slot_memory_bytes or 0)}, of which {memory.MARGIN:.0%} stay free: {advice}",
     )
 
 
