@@ -1,0 +1,107 @@
+"""Bytes that a rank needs, against counts made by hand and published sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.presets import PRESETS
+from engine.config import Lora, ModelShape, Parallel, Recompute
+from engine.plan import memory
+from tests import make
+
+# 2 layers, width 16, 4 heads of 4, 2 key heads, feed-forward 32, vocabulary 260:
+# a layer has 16x16 (q) + 2 x 16x8 (k, v) + 16x16 (o) + 3 x 16x32 = 2304 weights and 2 norms of 16.
+LAYER = 256 + 2 * 128 + 256 + 3 * 512
+TINY = make.shape()
+
+
+@pytest.mark.parametrize(
+    ("tied", "count"), [(True, 2 * (LAYER + 32) + 16 + 260 * 16), (False, 2 * (LAYER + 32) + 16 + 2 * 260 * 16)]
+)
+def test_parameters_are_counted_once_each(tied: bool, count: int) -> None:
+    assert memory.parameters(make.shape(tie_embeddings=tied)) == count
+    assert memory.parameters_per_rank(make.shape(tie_embeddings=tied), tensor=1) == count
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    # Llama 2's and TinyLlama's published sizes; Korthikanti et al. 2022, table 3.
+    [("llama-7b", 6.738), ("llama-1.1b", 1.100), ("22b", 22), ("175b", 175), ("530b", 530), ("1t", 1008)],
+)
+def test_presets_have_the_size_of_their_name(preset: str, billions: float) -> None:
+    fields = PRESETS[preset]
+    shape = ModelShape.model_validate(fields | {"head_dim": fields["hidden_size"] // fields["num_heads"]})
+    assert memory.parameters(shape) / 1e9 == pytest.approx(billions, rel=0.012)
+
+
+def test_every_preset_is_a_shape_that_eight_ranks_can_share_where_heads_allow_it() -> None:
+    for name, fields in PRESETS.items():
+        shape = ModelShape.model_validate(fields | {"head_dim": fields["hidden_size"] // fields["num_heads"]})
+        if name in {"22b", "175b", "530b", "1t"}:
+            Parallel(tensor=8, sequence=True).check(shape, seq_len=2048)
+
+
+def test_a_tensor_rank_has_its_share_of_matrices_a_padded_vocabulary_and_every_norm() -> None:
+    # 261 entries are padded to 262 for two ranks.
+    shape = make.shape(vocab_size=261)
+    assert memory.parameters_per_rank(shape, tensor=2) == 2 * (LAYER // 2 + 32) + 16 + 131 * 16
+
+
+def test_adapters_are_counted_on_both_sides_of_each_matrix() -> None:
+    lora = Lora(rank=2, targets=("q", "down"))
+    # q: 16 in, 16 out; down: 32 in, 16 out; two layers.
+    assert memory.adapter_parameters(TINY, lora) == 2 * 2 * ((16 + 16) + (32 + 16))
+    # On two ranks q's outputs and down's inputs are shared out.
+    assert memory.adapter_parameters_per_rank(TINY, lora, tensor=2) == 2 * 2 * ((8 + 16) + (16 + 16))
+
+
+def activations(mode: str, *, tensor: int = 1, sequence: bool = False) -> int:
+    return memory.layer_activations(
+        TINY, seq_len=8, micro_batch=1, element=2,
+        parallel=Parallel(tensor=tensor, sequence=sequence), recompute=Recompute(mode=mode),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_a_layers_activations_are_those_counted_by_hand() -> None:
+    # Per token: 4 x 16 around the matrices, q 16 + k 8 + v 8, core 16, 4 x 32 in the feed-forward; two bytes each.
+    assert activations("selective") == 8 * 2 * (64 + 32 + 16 + 128)
+    # The core, kept, adds four bytes a head.
+    assert activations("none") - activations("selective") == 8 * 4 * 4
+    assert activations("full") == 8 * 2 * 16
+
+
+def test_sequence_parallelism_makes_activations_fall_as_the_ranks_grow() -> None:
+    # Korthikanti et al. 2022, equation 4: everything is divided by t.
+    assert activations("selective", tensor=2, sequence=True) * 2 == activations("selective")
+    # Without it, what is outside the matrices is not (their equation 2).
+    assert activations("selective", tensor=2) == 8 * 2 * (64 + (32 + 16 + 128) // 2)
+
+
+@pytest.mark.parametrize(
+    ("precision", "data", "shard", "per_parameter"),
+    [
+        ("bf16", 1, True, 2 + 4 + 12),
+        ("fp32", 1, True, 4 + 4 + 8),
+        ("bf16", 4, False, 2 + 4 + 12),
+        # Masters and two moments, and the reduced gradients, a quarter each.
+        ("bf16", 4, True, 2 + 4 + 16 / 4),
+    ],
+)
+def test_weights_gradients_and_optimizer_take_what_the_engine_keeps(
+    precision: str, data: int, shard: bool, per_parameter: float
+) -> None:
+    needs = memory.estimate(
+        TINY, seq_len=8, micro_batch=1, precision=precision, recompute=Recompute(),
+        parallel=Parallel(data=data, shard_optimizer=shard),
+    )  # fmt: skip
+    assert needs.weights + needs.gradients + needs.optimizer == memory.parameters(TINY) * per_parameter
+    assert needs.total == sum(value for name, value in needs.itemised().items() if name != "total")
+
+
+def test_lora_trains_the_adapters_only() -> None:
+    lora = Lora(rank=2)
+    needs = memory.estimate(
+        TINY, seq_len=8, micro_batch=1, precision="bf16", recompute=Recompute(), parallel=Parallel(), lora=lora
+    )
+    assert needs.gradients == 4 * memory.adapter_parameters(TINY, lora)
+    assert needs.weights == 2 * (memory.parameters(TINY) + memory.adapter_parameters(TINY, lora))

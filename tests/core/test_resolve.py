@@ -1,0 +1,299 @@
+"""From wishes to numbers: what a newcomer gets, and what is refused with what would work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from core.errors import InvalidSpec
+from core.files import FileFacts
+from core.resolve import BaseFacts, ClusterFacts, Resolution, resolve
+from core.spec import JobSpec
+from engine.config import RunConfig
+from tests import make
+
+
+def upload(name: str, format: Any, *, plain: bool = False, vocab_size: int | None = None) -> FileFacts:
+    return FileFacts(
+        id=f"file-{name}",
+        bytes=1,
+        sha256="0" * 64,
+        storage_key="k",
+        format=format,
+        examples=100,
+        characters=4000,
+        is_plain_text=plain,
+        vocab_size=vocab_size,
+    )
+
+
+UPLOADS = [
+    upload("text", "text", plain=True),
+    upload("lines", "text"),
+    upload("chat", "chat"),
+    upload("pairs", "completion"),
+    upload("tokenizer", None, vocab_size=1000),
+    upload("notes", None),
+]
+FILES = {file.id: file for file in UPLOADS}
+BASE = BaseFacts("tiny", make.shape(max_seq_len=128))
+SCRATCH: dict[str, Any] = {
+    "kind": "pretrain",
+    "model": {"architecture": "llama", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "max_seq_len": 128},
+    "data": {"train": ["file-text"]},
+}
+FINETUNE: dict[str, Any] = {"kind": "finetune", "model": {"base": "tiny"}, "data": {"train": ["file-chat"]}}
+
+
+def resolved(ask: dict[str, Any], cluster: ClusterFacts | None = None, **changes: Any) -> Resolution:
+    spec = JobSpec.model_validate(ask | changes)
+    return resolve(
+        spec, base=BASE if spec.model.base else None, files=FILES, cluster=cluster or ClusterFacts(largest_node=4)
+    )
+
+
+def test_the_shortest_finetune_is_a_whole_job() -> None:
+    resolution = resolved(FINETUNE)
+    run = resolution.run
+    assert (run.base, run.model, run.tokenizer.type) == (Path("base"), None, "base")
+    assert run.objective == "sft"
+    assert run.lora is not None
+    assert (run.lora.rank, run.lora.alpha, len(run.lora.targets)) == (16, 32.0, 7)
+    assert run.data.train == (Path("data/train-0.jsonl"),)
+    assert (run.data.format, run.data.seq_len, run.data.packing) == ("chat", 128, True)
+    training = run.training
+    assert (training.epochs, training.steps, training.lr, training.global_batch) == (3.0, None, 2e-4, 16)
+    assert (run.parallel.ranks, resolution.slots, run.recompute.mode) == (1, 1, "selective")
+    assert (run.device, training.precision) == ("cpu", "fp32")
+    assert RunConfig.model_validate_json(run.model_dump_json()) == run
+
+
+def test_the_shortest_pretrain_is_a_whole_job() -> None:
+    run = resolved({"kind": "pretrain", "model": {"preset": "llama-15m"}, "data": {"train": ["file-text"]}}).run
+    assert run.model is not None
+    assert (run.model.hidden_size, run.model.head_dim, run.model.vocab_size) == (288, 48, 260)
+    assert (run.tokenizer.type, run.objective, run.lora, run.training.lr) == ("bytes", "pretrain", None, 3e-4)
+    assert run.data.train == (Path("data/train-0.txt"),)
+
+
+def test_on_gpus_the_default_is_bf16_with_the_peak_for_mfu() -> None:
+    run = resolved(FINETUNE, ClusterFacts(device="cuda", largest_node=8, slot_peak_flops=1e15)).run
+    assert (run.device, run.training.precision, run.peak_flops_per_rank) == ("cuda", "bf16", 1e15)
+    fp32 = resolved(FINETUNE, ClusterFacts(device="cuda", slot_peak_flops=1e15), training={"precision": "fp32"}).run
+    assert fp32.peak_flops_per_rank is None
+
+
+def test_a_full_finetune_learns_more_slowly() -> None:
+    run = resolved(FINETUNE, method={"type": "full"}).run
+    assert (run.lora, run.training.lr) == (None, 2e-5)
+
+
+def test_text_for_a_finetune_is_learned_whole() -> None:
+    run = resolved(FINETUNE, data={"train": ["file-lines"]}).run
+    assert (run.objective, run.data.train) == ("pretrain", (Path("data/train-0.jsonl"),))
+
+
+def test_files_keep_their_order_and_get_names_of_ours() -> None:
+    run = resolved(SCRATCH, data={"train": ["file-text", "file-lines"], "validation": "file-text"}).run
+    assert run.data.train == (Path("data/train-0.txt"), Path("data/train-1.jsonl"))
+    assert run.data.validation == Path("data/validation.txt")
+    assert resolved(SCRATCH, data={"train": ["file-text"], "validation": 0.05}).run.data.validation == 0.05
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "size"),
+    [
+        ({}, None, 260),
+        ({}, {"type": "bytes"}, 260),
+        ({}, {"train": {"vocab_size": 4096}}, 4096),
+        ({"vocab_size": 4608}, {"train": {"vocab_size": 4096}}, 4608),
+        ({}, {"file": "file-tokenizer"}, 1000),
+    ],
+    ids=["default", "bytes", "trained", "padded", "given"],
+)
+def test_the_vocabulary_is_the_tokenizers_or_larger(model: dict[str, int], tokenizer: Any, size: int) -> None:
+    run = resolved(SCRATCH, model=SCRATCH["model"] | model, tokenizer=tokenizer).run
+    assert run.model is not None
+    assert run.model.vocab_size == size
+
+
+def test_tokens_become_steps() -> None:
+    # 16 rows of 128 tokens are 2048 a step; 10,000 tokens are 4.88 of those.
+    training = resolved(SCRATCH, training={"tokens": 10_000}).run.training
+    assert (training.steps, training.epochs) == (5, None)
+
+
+@pytest.mark.parametrize(("steps", "every"), [(100, 10), (7, 1), (100_000, 500)])
+def test_a_run_saves_itself_ten_times_and_at_least_each_500_steps(steps: int, every: int) -> None:
+    assert resolved(SCRATCH, training={"steps": steps}).run.training.checkpoint_every == every
+
+
+def test_what_was_said_is_kept() -> None:
+    said = {"global_batch": 12, "micro_batch": 3, "lr": 1e-5, "schedule": "linear", "clip": None, "checkpoint_every": 7}
+    training = resolved(SCRATCH, training=said | {"steps": 9}).run.training.model_dump()
+    assert {name: training[name] for name in said} == said
+
+
+@pytest.mark.parametrize(
+    ("parallel", "gpus", "layout"),
+    [
+        ({"tensor": 2}, None, (2, 1)),
+        ({"tensor": 2}, 4, (2, 2)),
+        ({"tensor": 2, "data": 2}, 4, (2, 2)),
+        ({"data": 3}, None, (1, 3)),
+        ("auto", 4, (1, 4)),
+        ("auto", None, (1, 1)),
+    ],
+)
+def test_the_axes_fill_the_gpus(parallel: Any, gpus: int | None, layout: tuple[int, int]) -> None:
+    resolution = resolved(SCRATCH, parallel=parallel, resources={"gpus": gpus})
+    assert (resolution.run.parallel.tensor, resolution.run.parallel.data) == layout
+    assert resolution.slots == layout[0] * layout[1]
+
+
+def test_three_replicas_get_a_batch_that_divides() -> None:
+    training = resolved(SCRATCH, parallel={"data": 3}).run.training
+    assert (training.global_batch, training.micro_batch) == (18, 6)
+
+
+def test_an_automatic_layout_splits_matrices_only_when_memory_asks_for_it() -> None:
+    spec = {
+        "kind": "pretrain",
+        "model": {"preset": "llama-7b"},
+        "data": {"train": ["file-text"]},
+        "resources": {"gpus": 8},
+    }
+    # 7B: 13.5 GB of weights and 27 GB of gradients in bf16; the optimizer's share is another 13.5 GB on 8 replicas.
+    roomy = resolved(spec, ClusterFacts(device="cuda", largest_node=8, slot_memory_bytes=80 * 2**30)).run.parallel
+    tight = resolved(spec, ClusterFacts(device="cuda", largest_node=8, slot_memory_bytes=40 * 2**30)).run.parallel
+    assert (roomy.tensor, roomy.data) == (1, 8)
+    assert (tight.tensor, tight.data, tight.sequence) == (2, 4, True)
+
+
+def test_without_any_node_a_job_may_need_whatever_it_likes() -> None:
+    assert resolved(SCRATCH, ClusterFacts(), parallel={"tensor": 4, "data": 16}).slots == 64
+
+
+def test_the_plan_says_what_it_will_cost() -> None:
+    plan = resolved(SCRATCH, training={"steps": 10}).plan
+    assert plan["parameters"] == plan["trainable_parameters"] == 2 * (4 * 256 + 3 * 16 * 64 + 32) + 16 + 260 * 16
+    assert (plan["estimated_steps"], plan["estimated_tokens"]) == (10, 10 * 16 * 128)
+    assert plan["bytes_per_rank"]["total"] > 16 * plan["parameters"]
+
+
+REFUSALS: list[Any] = [
+    pytest.param(SCRATCH, {"parallel": {"tensor": 3}}, "parallel.tensor", "num_heads=4; try 1", id="heads"),
+    pytest.param(FINETUNE, {"parallel": {"tensor": 4}}, "parallel.tensor", "num_kv_heads=2; try 2", id="kv heads"),
+    pytest.param(
+        SCRATCH, {"parallel": {"tensor": 4, "data": 2}}, "parallel", "needs 8 slots; the largest node has 4", id="ranks"
+    ),
+    pytest.param(
+        SCRATCH, {"resources": {"gpus": 8}}, "resources.gpus", "needs 8 slots; the largest node has 4", id="gpus"
+    ),
+    pytest.param(
+        SCRATCH, {"data": {"train": ["file-text"], "seq_len": 129}}, "data.seq_len", "use at most that", id="too long"
+    ),
+    pytest.param(
+        SCRATCH, {"data": {"train": ["file-text"], "seq_len": 101}, "parallel": {"tensor": 2, "sequence": True}},
+        "parallel.sequence", "try seq_len=100", id="sequence",
+    ),
+    *(
+        pytest.param(SCRATCH, {"parallel": {axis: 2}}, f"parallel.{axis}", "use tensor and data", id=axis)
+        for axis in ("pipeline", "virtual", "context")
+    ),
+    pytest.param(SCRATCH, {"resources": {"nodes": 2}}, "resources.nodes", "use 1 node", id="nodes"),
+    pytest.param(
+        SCRATCH, {"parallel": {"tensor": 2}, "resources": {"gpus": 3}}, "resources.gpus", "use 2 or 4", id="odd gpus"
+    ),
+    pytest.param(
+        SCRATCH, {"parallel": {"tensor": 2, "data": 2}, "resources": {"gpus": 2}}, "resources.gpus",
+        "tensor=2 x data=2 = 4", id="inconsistent gpus",
+    ),
+    pytest.param(
+        SCRATCH, {"parallel": {"data": 4}, "training": {"global_batch": 6}}, "training.global_batch", "use 4 or 8",
+        id="batch over replicas",
+    ),
+    pytest.param(
+        SCRATCH, {"training": {"global_batch": 6, "micro_batch": 4}}, "training.global_batch", "use 4 or 8",
+        id="batch over micro-batches",
+    ),
+    pytest.param(SCRATCH, {"data": {"train": ["file-chat"]}}, "data.train", 'kind "finetune"', id="chat"),
+    pytest.param(
+        FINETUNE, {"data": {"train": ["file-chat", "file-pairs"]}}, "data.train.1", "one format at a time", id="mixed"
+    ),
+    pytest.param(
+        FINETUNE, {"data": {"train": ["file-chat"], "validation": "file-text"}}, "data.validation",
+        "the files before it are chat", id="mixed validation",
+    ),
+    pytest.param(
+        FINETUNE, {"data": {"train": ["file-chat"], "format": "completion"}}, "data.format", 'say "chat"', id="format"
+    ),
+    pytest.param(FINETUNE, {"data": {"train": ["file-notes"]}}, "data.train.0", "purpose fine-tune", id="notes"),
+    pytest.param(FINETUNE, {"tokenizer": {"type": "bytes"}}, "tokenizer", "leave this out", id="other ids"),
+    pytest.param(SCRATCH, {"tokenizer": {"from": "base"}}, "tokenizer.from", "there is no base", id="no base"),
+    pytest.param(SCRATCH, {"tokenizer": {"file": "file-text"}}, "tokenizer.file", "no tokenizer", id="text"),
+    pytest.param(SCRATCH, {"method": {"type": "lora"}}, "method.type", '"base"', id="lora from scratch"),
+    pytest.param(
+        SCRATCH, {"model": SCRATCH["model"] | {"vocab_size": 100}}, "model.vocab_size", "at least 260", id="vocabulary"
+    ),
+    pytest.param(SCRATCH, {"model": {"preset": "gpt-5"}}, "model.preset", "llama-15m", id="preset"),
+    pytest.param(
+        SCRATCH, {"model": {"architecture": "llama", "num_layers": 2, "num_heads": 4}}, "model.hidden_size", "needs",
+        id="missing size",
+    ),
+    pytest.param(
+        SCRATCH, {"model": SCRATCH["model"] | {"num_heads": 3}}, "model.num_heads", "try num_heads=2", id="head size"
+    ),
+    pytest.param(
+        SCRATCH, {"model": SCRATCH["model"] | {"num_kv_heads": 3}}, "model", "try 1", id="key heads",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ask", "changes", "param", "says"), REFUSALS)
+def test_what_cannot_run_is_refused_with_what_would(ask: dict[str, Any], changes: Any, param: str, says: str) -> None:
+    with pytest.raises(InvalidSpec) as refusal:
+        resolved(ask, **changes)
+    assert refusal.value.param == param
+    assert says in refusal.value.message
+
+
+def test_what_cannot_fit_is_refused_with_the_item_that_breaks_it() -> None:
+    spec = {"kind": "pretrain", "model": {"preset": "llama-7b"}, "data": {"train": ["file-text"]}}
+    with pytest.raises(InvalidSpec, match=r"GiB of it optimizer; a slot has 24.0 GiB.*parallel.tensor"):
+        resolved(spec, ClusterFacts(device="cuda", largest_node=1, slot_memory_bytes=24 * 2**30))
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"training": {"lr": "2e-5"}}, "training.lr"),
+        ({"training": {"steps": True}}, "training.steps"),
+        ({"training": {"steps": 10**30}}, "training.steps"),
+        ({"training": {"lr": float("nan")}}, "training.lr"),
+        ({"training": {"learning_rate": 1.0}}, "training.learning_rate"),
+        ({"data": {"train": ["file-text"], "packing": "yes"}}, "data.packing"),
+        ({"data": {"train": ["../../etc/passwd"]}}, "data.train.0"),
+        ({"labels": {"team": "a\x00b"}}, "labels.team"),
+        ({"max_runtime": "99999999999999d"}, "max_runtime"),
+        ({"max_runtime": "0s"}, "max_runtime"),
+        ({"model": {"base": "x\x00"}}, "model.base"),
+    ],
+)  # fmt: skip
+def test_a_spec_takes_no_guesses(change: dict[str, Any], where: str) -> None:
+    with pytest.raises(ValidationError) as refusal:
+        JobSpec.model_validate(SCRATCH | change)
+    assert where in {".".join(map(str, error["loc"])) for error in refusal.value.errors()}
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("12h", 43_200), ("1d6h", 108_000), ("90m", 5400), (30, 30), ("PT1H", 3600)]
+)
+def test_a_runtime_is_a_duration(text: Any, seconds: float) -> None:
+    spec = JobSpec.model_validate(SCRATCH | {"max_runtime": text})
+    assert spec.max_runtime is not None
+    assert spec.max_runtime.total_seconds() == seconds
+    assert JobSpec.model_validate(spec.model_dump(mode="json", exclude_unset=True)) == spec

@@ -1,0 +1,213 @@
+"""Who runs next, where, and why the others wait."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core import jobs, nodes, scheduler
+from core.db import Database
+from core.errors import NotFound
+from core.models import Slot
+from core.scheduler import NO_WORKER, Host, Placement, Waiting, decide
+from core.states import JobState
+from tests import make
+from tests.fakes.hints import Heard
+
+S = JobState
+
+
+def host(name: str = "a", num_slots: int = 4, free: tuple[int, ...] | None = None, device: str = "cpu") -> Host:
+    return Host(name, device, num_slots, tuple(range(num_slots)) if free is None else free)
+
+
+def waiting(*needs: int) -> list[Waiting]:
+    """Jobs j0, j1, … in their order."""
+    return [Waiting(f"j{index}", need) for index, need in enumerate(needs)]
+
+
+# Deciding
+
+
+def test_jobs_get_exact_slots_in_their_order() -> None:
+    decision = decide(waiting(1, 2), [host(num_slots=4, free=(1, 2, 3))])
+    assert decision.placements == [Placement("j0", "a", (1,)), Placement("j1", "a", (2, 3))]
+    assert decision.reasons == {}
+
+
+def test_a_job_goes_where_it_leaves_the_smallest_gap() -> None:
+    hosts = [host("large", 8), host("small", 2)]
+    assert [placement.node for placement in decide(waiting(2, 2), hosts).placements] == ["small", "large"]
+
+
+def test_gpus_come_before_cpus() -> None:
+    hosts = [host("cpus", 2), host("gpus", 8, device="cuda")]
+    assert decide(waiting(1), hosts).placements[0].node == "gpus"
+
+
+def test_a_job_stays_within_one_node() -> None:
+    decision = decide(waiting(3), [host("a", 2), host("b", 2)])
+    assert decision.placements == []
+    assert decision.reasons == {"j0": "needs 3 slots; the largest node that is online has 2"}
+
+
+@pytest.mark.parametrize(
+    ("needs", "hosts", "reasons"),
+    [
+        ([1], [], {"j0": NO_WORKER}),
+        ([2], [host(num_slots=2, free=(1,))], {"j0": "needs 2 slots, 1 is free"}),
+        ([1], [host(num_slots=2, free=())], {"j0": "needs 1 slot, 0 are free"}),
+        ([8], [host(num_slots=4)], {"j0": "needs 8 slots; the largest node that is online has 4"}),
+        (
+            [4, 1],
+            [host(num_slots=4, free=(0, 1))],
+            {
+                "j0": "needs 4 slots, 2 are free",
+                "j1": "needs 1 slot; 0 are free, and a is kept for job j0, which is next",
+            },
+        ),
+    ],
+    ids=["no node", "partly free", "full", "too large", "kept for another"],
+)
+def test_a_job_that_waits_says_why(needs: list[int], hosts: list[Host], reasons: dict[str, str]) -> None:
+    assert decide(waiting(*needs), hosts).reasons == reasons
+
+
+def test_a_large_job_is_not_starved_by_small_ones_that_came_later() -> None:
+    # Small jobs keep coming while the large one waits; each ends after one round. Greedy would never let it start.
+    free: tuple[int, ...] = (1,)
+    for _ in range(3):
+        decision = decide([Waiting("large", 2), Waiting("small", 1)], [host(num_slots=2, free=free)])
+        assert "small" not in {placement.job_id for placement in decision.placements}
+        if decision.placements:
+            break
+        free = (0, 1)
+    assert [placement.job_id for placement in decision.placements] == ["large"]
+
+
+def test_the_other_nodes_serve_those_behind_a_waiting_job() -> None:
+    hosts = [host("a", 4, free=(0, 1)), host("b", 2)]
+    decision = decide(waiting(4, 1, 1, 1), hosts)
+    assert decision.placements == [Placement("j1", "b", (0,)), Placement("j2", "b", (1,))]
+    assert set(decision.reasons) == {"j0", "j3"}
+
+
+def test_a_job_that_fits_nowhere_holds_nobody_up() -> None:
+    decision = decide(waiting(16, 1), [host(num_slots=4)])
+    assert [placement.job_id for placement in decision.placements] == ["j1"]
+
+
+# Carrying it out
+
+
+def test_higher_priority_goes_first_then_age(session: Session) -> None:
+    make.node(session, num_slots=2)
+    young = make.job(session, created_at=3.0)
+    old = make.job(session, created_at=1.0)
+    urgent = make.job(session, created_at=4.0, priority=5)
+    assert [scheduler.position(session, job) for job in (urgent, old, young)] == [1, 2, 3]
+    assert [placement.job_id for placement in scheduler.tick(session)] == [urgent.id, old.id]
+    assert scheduler.position(session, jobs.find(session, young.id)) == 1
+    assert scheduler.position(session, jobs.find(session, urgent.id)) is None
+
+
+def test_a_placed_job_holds_its_slots_and_its_node_is_told(database: Database, hints: Heard) -> None:
+    with database.session() as session:
+        make.node(session, num_slots=3)
+        job_id = make.job(session, slots=2).id
+    with database.session() as session:
+        assert scheduler.tick(session) == [Placement(job_id, "node-1", (0, 1))]
+    assert hints.starts == [(job_id, "node-1")]
+    with database.reading() as session:
+        job = jobs.find(session, job_id)
+        assert (job.state, job.node, job.holder, job.queue_reason) == (S.STARTING, "node-1", None, None)
+        assert session.scalars(select(Slot.job_id).order_by(Slot.index)).all() == [job_id, job_id, None]
+    with database.session() as session:
+        assert scheduler.tick(session) == []
+
+
+def test_a_reason_is_written_down_and_changes_with_the_cluster(session: Session) -> None:
+    job = make.job(session, slots=2)
+    scheduler.tick(session)
+    session.refresh(job)
+    assert job.queue_reason == NO_WORKER
+    make.node(session, num_slots=1)
+    scheduler.tick(session)
+    session.refresh(job)
+    assert job.queue_reason == "needs 2 slots; the largest node that is online has 1"
+
+
+def test_a_job_that_lost_an_attempt_waits_for_its_time(session: Session) -> None:
+    make.node(session)
+    job = make.job(session, state=S.RUNNING)
+    jobs.lose(session, job.id, fence=1, reason="rank 0 died", max_losses=5)
+    assert scheduler.tick(session) == []
+    job.retry_at = 1.0
+    session.flush()
+    assert [placement.job_id for placement in scheduler.tick(session)] == [job.id]
+    assert jobs.find(session, job.id).retry_at is None
+
+
+@pytest.mark.parametrize("state", [S.PAUSED, S.RUNNING, S.SUCCEEDED, S.CANCELLING])
+def test_only_queued_jobs_are_placed(session: Session, state: S) -> None:
+    make.node(session, num_slots=4)
+    make.job(session, state=state)
+    assert scheduler.tick(session) == []
+
+
+# Nodes
+
+
+def test_a_node_that_fell_silent_gets_nothing_until_it_is_heard_again(session: Session) -> None:
+    node = make.node(session)
+    make.job(session)
+    node.heartbeat_at -= nodes.DEAD_AFTER.total_seconds()
+    session.flush()
+    assert scheduler.tick(session) == []
+    assert [status.is_alive for status in nodes.listing(session)] == [False]
+    nodes.heartbeat(session, "node-1")
+    assert len(scheduler.tick(session)) == 1
+
+
+def test_a_draining_node_gets_nothing_until_it_registers_again(session: Session) -> None:
+    make.node(session)
+    make.job(session)
+    nodes.drain(session, "node-1")
+    assert scheduler.tick(session) == []
+    make.node(session)
+    assert len(scheduler.tick(session)) == 1
+
+
+def test_a_node_that_comes_back_smaller_keeps_held_slots_until_they_are_free(session: Session) -> None:
+    make.node(session, num_slots=3)
+    job = make.job(session, state=S.RUNNING, slots=3)
+    make.node(session, num_slots=2)
+    assert len(nodes.listing(session)[0].slots) == 3
+    jobs.move(session, job.id, S.SUCCEEDED)
+    make.job(session, slots=3)
+    make.job(session, slots=2, priority=-1)
+    assert [placement.slots for placement in scheduler.tick(session)] == [(0, 1)]
+    make.node(session, num_slots=2)
+    assert len(session.scalars(select(Slot)).all()) == 2
+
+
+def test_registering_wakes_the_scheduler(database: Database, hints: Heard) -> None:
+    with database.session() as session:
+        make.node(session)
+    assert hints.nudges == 1
+
+
+def test_a_node_that_nobody_knows_cannot_beat(session: Session) -> None:
+    with pytest.raises(NotFound, match="node-9"):
+        nodes.heartbeat(session, "node-9")
+
+
+def test_the_cluster_is_what_its_best_kind_of_node_offers(session: Session) -> None:
+    assert nodes.cluster(session).largest_node is None
+    make.node(session, "cpus", num_slots=64)
+    assert (nodes.cluster(session).device, nodes.cluster(session).largest_node) == ("cpu", 64)
+    make.node(session, "gpus", num_slots=8, device="cuda", slot_memory_bytes=80 * 2**30, slot_peak_flops=1e15)
+    facts = nodes.cluster(session)
+    assert (facts.device, facts.largest_node) == ("cuda", 8)
+    assert (facts.slot_memory_bytes, facts.slot_peak_flops) == (80 * 2**30, 1e15)
