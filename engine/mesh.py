@@ -51,7 +51,8 @@ class Mesh:
     def barrier(self) -> None:
         """Wait until each rank of the world has come here."""
         if self.parallel.ranks > 1:
-            dist.barrier()
+            # On the host: a device barrier has to guess the device, and waits for its work too.
+            dist.all_reduce(torch.zeros(()))
 
     def close(self) -> None:
         """Leave the groups. Nothing may be in flight."""

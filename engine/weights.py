@@ -208,7 +208,9 @@ class _Folder:
     def _located(self) -> Mapping[str, str]:
         index = self.directory / INDEX
         if index.is_file():
-            where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            where: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
+            if strange := [file for file in where.values() if Path(file).name != file]:
+                raise InvalidWeights(f"{index}: {strange[0]!r} is not a file of the folder")
             return where
         return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine import mesh
+from engine import lora, mesh, weights
 from engine.batch import IGNORE, Batch
 from engine.comm import TensorAxis, gather_dim, sum_over
-from engine.config import ModelShape, Parallel, Recompute
+from engine.config import Lora, ModelShape, Parallel, Recompute
 from engine.model import Decoder
 from engine.placement import placement_of
 
 CPU = torch.device("cpu")
+LORA = Lora(rank=4, alpha=6.0)
 
 
 def shape(**changes: Any) -> ModelShape:
@@ -115,3 +117,22 @@ def saved_by_a_layer(grid: mesh.Mesh, recompute: str) -> int:
 
     # The difference of two depths leaves out what is kept once: angles, the final norm, the loss.
     return saved_by(3) - saved_by(2)
+
+
+def loaded(folder: Path, *, grid: mesh.Mesh | None = None) -> Decoder:
+    """The model in `folder`, in its own dtype."""
+    model = Decoder(weights.read_shape(folder), grid or mesh.alone(CPU), dtype=weights.read_dtype(folder))
+    weights.load(model, folder)
+    return model
+
+
+def adapted(model: Decoder, by: Lora = LORA) -> Decoder:
+    """With adapters whose B is not zero, so that they have an effect."""
+    lora.adapt(model, by, seed=5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B.weight"):
+                placement = placement_of(parameter)
+                drawn = torch.empty(placement.shape).normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+                placement.true_part(parameter).copy_(placement.piece(drawn))
+    return model

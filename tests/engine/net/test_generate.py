@@ -13,7 +13,7 @@ import torch
 from engine.generate import Sampler, Sampling, choose, first_stop, serve
 from engine.tokenizer import Tokenizer
 from tests.engine.net import nets
-from tests.engine.net.test_weights import llama, loaded
+from tests.engine.net.test_weights import llama
 
 GREEDY = Sampling(temperature=0, max_tokens=20)
 
@@ -39,7 +39,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     expected = theirs.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0
     )[0, 7:]
-    model = loaded(tmp_path)
+    model = nets.loaded(tmp_path)
     cache = model.cache(rows=1, tokens=30)
     got, pending = [], ids
     for _ in range(20):

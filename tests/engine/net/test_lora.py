@@ -8,45 +8,29 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine import lora as adapters
 from engine.config import Lora
-from engine.model import Decoder
-from engine.placement import placement_of
-from tests.engine.net import nets
-from tests.engine.net.test_weights import exported, llama, loaded, tensors
+from tests.engine.net import nets, ranks
+from tests.engine.net.test_weights import exported, llama, tensors
 from tests.worlds import World
 
 # peft reads a property that transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
-LORA = Lora(rank=4, alpha=6.0)
 LAYOUTS = [pytest.param(False, id="tensor"), pytest.param(True, id="tensor and sequence")]
-
-
-def adapted(model: Decoder, lora: Lora = LORA) -> Decoder:
-    """With adapters whose B is not zero, so that they have an effect."""
-    adapters.adapt(model, lora, seed=5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_B.weight"):
-                placement = placement_of(parameter)
-                drawn = torch.empty(placement.shape).normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
-                placement.true_part(parameter).copy_(placement.piece(drawn))
-    return model
 
 
 def test_logits_are_those_of_peft_with_our_files(tmp_path: Path) -> None:
     llama(tmp_path / "base")
-    model = adapted(loaded(tmp_path / "base"))
-    adapters.save_adapter(model, LORA, tmp_path / "adapter", base_name="base")
+    model = nets.adapted(nets.loaded(tmp_path / "base"))
+    adapters.save_adapter(model, nets.LORA, tmp_path / "adapter", base_name="base")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     ids = nets.batch(97).tokens_BT
     with torch.no_grad():
         expected = theirs(input_ids=ids).logits
-        bare = loaded(tmp_path / "base").logits(ids)
+        bare = nets.loaded(tmp_path / "base").logits(ids)
     torch.testing.assert_close(model.logits(ids), expected, rtol=0, atol=1e-4)
     assert (expected - bare).abs().max() > 0.1
 
@@ -58,7 +42,7 @@ def test_an_adapter_that_peft_wrote_is_read(tmp_path: Path) -> None:
     )
     with warnings.catch_warnings(action="ignore"):  # peft looks for the base on a hub
         theirs.save_pretrained(tmp_path / "adapter")
-    model = loaded(tmp_path / "base")
+    model = nets.loaded(tmp_path / "base")
     adapters.adapt(model, Lora(rank=4, alpha=6.0, targets=("q", "down")), seed=1)
     adapters.load_adapter(model, tmp_path / "adapter")
     ids = nets.batch(97).tokens_BT
@@ -69,9 +53,9 @@ def test_an_adapter_that_peft_wrote_is_read(tmp_path: Path) -> None:
 
 def test_merged_weights_have_the_logits_of_the_adapted_model(tmp_path: Path) -> None:
     llama(tmp_path / "base")
-    model = adapted(loaded(tmp_path / "base"))
+    model = nets.adapted(nets.loaded(tmp_path / "base"))
     merged = dict(adapters.merged_state(model))
-    plain = loaded(tmp_path / "base")
+    plain = nets.loaded(tmp_path / "base")
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             parameter.copy_(merged[name])
@@ -95,34 +79,17 @@ def test_a_fresh_adapter_changes_nothing_and_a_is_spread_as_in_peft() -> None:
 
 
 def test_only_adapters_train() -> None:
-    model = adapted(nets.decoder(nets.shape()))
+    model = nets.adapted(nets.decoder(nets.shape()))
     _, gradients = nets.trained(model, nets.batch())
     assert len(gradients) == 2 * 7 * 2
     assert all(".adapter." in name for name in gradients)
     assert all(p.grad is None for name, p in model.named_parameters() if ".adapter." not in name)
 
 
-def compare_with_one_rank(
-    sequence: bool, recompute: str, dropout: float
-) -> tuple[float, float, bool, dict[str, Tensor]]:
-    lora = Lora(rank=4, alpha=6.0, dropout=dropout)
-    batch = nets.batch(packed=True)
-    loss, expected = nets.trained(adapted(nets.decoder(nets.shape()), lora), batch)
-    grid = nets.grid(sequence=sequence)
-    model = adapted(nets.decoder(nets.shape(), grid=grid, recompute=recompute), lora)
-    got_loss, got = nets.trained(model, batch)
-    replicated = {
-        name: got[name] for name, p in model.named_parameters() if name in got and placement_of(p).dim is None
-    }
-    grid.close()
-    worst = max(nets.distance(got[name], expected[name]) for name in expected)
-    return abs(got_loss / loss - 1), worst, got.keys() == expected.keys(), replicated
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("sequence", LAYOUTS)
 def test_two_ranks_have_the_adapters_gradients_of_one(world2: World, sequence: bool, dropout: float) -> None:
-    first, second = world2.run(compare_with_one_rank, sequence, "full" if dropout else "none", dropout)
+    first, second = world2.run(ranks.adapters_against_one_rank, sequence, "full" if dropout else "none", dropout)
     for loss, gradient, complete, _ in (first, second):
         assert complete
         assert loss <= 5e-7
@@ -132,7 +99,7 @@ def test_two_ranks_have_the_adapters_gradients_of_one(world2: World, sequence: b
 
 
 def test_dropout_depends_on_the_step_and_is_off_in_evaluation() -> None:
-    model = adapted(nets.decoder(nets.shape()), Lora(rank=4, dropout=0.5))
+    model = nets.adapted(nets.decoder(nets.shape()), Lora(rank=4, dropout=0.5))
     batch = nets.batch()
     later = type(batch)(batch.tokens_BT, batch.labels_BT, batch.positions_BT, step=1)
     first, again, other = (model.loss(b).loss_sum.item() for b in (batch, batch, later))
@@ -141,16 +108,9 @@ def test_dropout_depends_on_the_step_and_is_off_in_evaluation() -> None:
     assert model.loss(batch).loss_sum.item() == model.loss(later).loss_sum.item()
 
 
-def saved(folder: Path) -> None:
-    grid = nets.grid(sequence=True)
-    adapters.save_adapter(adapted(nets.decoder(nets.shape(), grid=grid)), LORA, folder, base_name="base")
-    grid.barrier()
-    grid.close()
-
-
 def test_two_ranks_write_the_adapter_of_one(world2: World, tmp_path: Path) -> None:
-    adapters.save_adapter(adapted(nets.decoder(nets.shape())), LORA, tmp_path / "one", base_name="base")
-    world2.run(saved, tmp_path / "two")
+    adapters.save_adapter(nets.adapted(nets.decoder(nets.shape())), nets.LORA, tmp_path / "one", base_name="base")
+    world2.run(ranks.adapter_saved, tmp_path / "two")
     one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from engine import mesh, weights
+from engine import weights
 from engine.config import Parallel
 from engine.families import config_of
 from engine.model import Decoder
 from engine.weights import InvalidWeights
-from tests.engine.net import nets
+from tests.engine.net import nets, ranks
 from tests.worlds import World
 
 LLAMA3 = {
@@ -66,12 +66,6 @@ def llama(folder: Path, *, dtype: torch.dtype = torch.float32, **changes: Any) -
     return model
 
 
-def loaded(folder: Path, *, grid: mesh.Mesh | None = None) -> Decoder:
-    model = Decoder(weights.read_shape(folder), grid or mesh.alone(nets.CPU), dtype=weights.read_dtype(folder))
-    weights.load(model, folder)
-    return model
-
-
 def exported(model: Decoder, folder: Path) -> Path:
     """`model` in `folder`, with its config."""
     weights.save(model, folder, model.dtype)
@@ -97,7 +91,7 @@ def test_logits_are_those_of_transformers(changes: dict[str, Any], tmp_path: Pat
     ids = nets.batch(97, tokens=40).tokens_BT
     with torch.no_grad():
         expected = theirs(ids).logits
-    torch.testing.assert_close(loaded(tmp_path).logits(ids), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(nets.loaded(tmp_path).logits(ids), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -106,7 +100,7 @@ def test_a_folder_comes_back_bit_for_bit_and_loads_in_transformers(
     dtype: torch.dtype, tied: bool, tmp_path: Path
 ) -> None:
     llama(tmp_path / "theirs", dtype=dtype, tie_word_embeddings=tied, rope_parameters={**LLAMA3, "rope_theta": 5e5})
-    ours = exported(loaded(tmp_path / "theirs"), tmp_path / "ours")
+    ours = exported(nets.loaded(tmp_path / "theirs"), tmp_path / "ours")
     assert_same_bits(tensors(ours), tensors(tmp_path / "theirs"))
     again = AutoModelForCausalLM.from_pretrained(ours)
     assert again.dtype == dtype
@@ -116,7 +110,7 @@ def test_a_folder_comes_back_bit_for_bit_and_loads_in_transformers(
 def test_pieces_with_an_index_are_read_and_written(tmp_path: Path) -> None:
     theirs = llama(tmp_path / "whole")
     theirs.save_pretrained(tmp_path / "pieces", max_shard_size="20KB")
-    model = loaded(tmp_path / "pieces")
+    model = nets.loaded(tmp_path / "pieces")
     weights.write(model, tmp_path / "ours", weights.whole_state(model), torch.float32, shard_bytes=20_000)
     index = json.loads((tmp_path / "ours" / weights.INDEX).read_text())
     assert len(set(index["weight_map"].values())) > 1
@@ -131,11 +125,11 @@ def test_an_extra_output_tensor_of_a_tied_model_is_fine_where_it_is_the_embeddin
     stored = load_file(tmp_path / weights.SINGLE)
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     save_file(stored, tmp_path / weights.SINGLE, metadata={"format": "pt"})
-    assert loaded(tmp_path).lm_head is None
+    assert nets.loaded(tmp_path).lm_head is None
     stored["lm_head.weight"] += 1
     save_file(stored, tmp_path / weights.SINGLE, metadata={"format": "pt"})
     with pytest.raises(InvalidWeights, match=r"lm_head\.weight differs"):
-        loaded(tmp_path)
+        nets.loaded(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +148,7 @@ def test_tensors_that_are_not_the_models_are_refused_by_name(spoil: Any, message
     spoil(stored)
     save_file(stored, tmp_path / weights.SINGLE, metadata={"format": "pt"})
     with pytest.raises(InvalidWeights, match=message):
-        loaded(tmp_path)
+        nets.loaded(tmp_path)
 
 
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
@@ -162,14 +156,21 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     path = tmp_path / weights.SINGLE
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(InvalidWeights, match=r"model\.safetensors is damaged or cut short"):
-        loaded(tmp_path)
+        nets.loaded(tmp_path)
 
 
-def there_and_back(folder: Path, parallel: Parallel) -> None:
-    grid = mesh.build(parallel)
-    weights.save(loaded(folder, grid=grid), folder / "ours", torch.float32)
-    grid.barrier()
-    grid.close()
+def test_the_index_is_the_authority(tmp_path: Path) -> None:
+    llama(tmp_path).save_pretrained(tmp_path / "pieces", max_shard_size="20KB")
+    save_file({"stray": torch.ones(1)}, tmp_path / "pieces" / "stray.safetensors")
+    assert nets.loaded(tmp_path / "pieces").shape.num_layers == 2
+    first = min((tmp_path / "pieces").glob("model-*.safetensors"))
+    first.rename(tmp_path / "moved.safetensors")
+    with pytest.raises(InvalidWeights, match=f"{first.name} is not there"):
+        nets.loaded(tmp_path / "pieces")
+    index = tmp_path / "pieces" / weights.INDEX
+    index.write_text(index.read_text().replace(first.name, "../moved.safetensors"))
+    with pytest.raises(InvalidWeights, match="not a file of the folder"):
+        nets.loaded(tmp_path / "pieces")
 
 
 @pytest.mark.parametrize("parallel", [Parallel(tensor=2), Parallel(data=2)], ids=["tensor 2", "data 2"])
@@ -178,7 +179,7 @@ def test_two_ranks_give_back_the_same_bits_at_the_true_size(
     world2: World, tied: bool, parallel: Parallel, tmp_path: Path
 ) -> None:
     llama(tmp_path, tie_word_embeddings=tied)
-    world2.run(there_and_back, tmp_path, parallel)
+    world2.run(ranks.there_and_back, tmp_path, parallel)
     assert_same_bits(tensors(tmp_path / "ours"), tensors(tmp_path))
 
 
@@ -190,7 +191,7 @@ def test_a_real_model_has_the_logits_of_transformers_and_comes_back_bit_for_bit(
     assert DATA is not None
     folder = Path(DATA) / "models" / "stories260k"
     ids = nets.batch(512, tokens=60).tokens_BT
-    model = loaded(folder)
+    model = nets.loaded(folder)
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")(ids).logits
     torch.testing.assert_close(model.logits(ids), expected, rtol=0, atol=1e-4)

@@ -1,0 +1,44 @@
+"""What a world runs for the tests of weights and adapters, apart from them: its ranks need not import transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine import lora, mesh, weights
+from engine.config import Lora, Parallel
+from engine.placement import placement_of
+from tests.engine.net import nets
+
+
+def there_and_back(folder: Path, parallel: Parallel) -> None:
+    grid = mesh.build(parallel)
+    weights.save(nets.loaded(folder, grid=grid), folder / "ours", torch.float32)
+    grid.barrier()
+    grid.close()
+
+
+def adapters_against_one_rank(
+    sequence: bool, recompute: str, dropout: float
+) -> tuple[float, float, bool, dict[str, Tensor]]:
+    by = Lora(rank=4, alpha=6.0, dropout=dropout)
+    batch = nets.batch(packed=True)
+    loss, expected = nets.trained(nets.adapted(nets.decoder(nets.shape()), by), batch)
+    grid = nets.grid(sequence=sequence)
+    model = nets.adapted(nets.decoder(nets.shape(), grid=grid, recompute=recompute), by)
+    got_loss, got = nets.trained(model, batch)
+    replicated = {
+        name: got[name] for name, p in model.named_parameters() if name in got and placement_of(p).dim is None
+    }
+    grid.close()
+    worst = max(nets.distance(got[name], expected[name]) for name in expected)
+    return abs(got_loss / loss - 1), worst, got.keys() == expected.keys(), replicated
+
+
+def adapter_saved(folder: Path) -> None:
+    grid = nets.grid(sequence=True)
+    lora.save_adapter(nets.adapted(nets.decoder(nets.shape(), grid=grid)), nets.LORA, folder, base_name="base")
+    grid.barrier()
+    grid.close()
