@@ -1,0 +1,178 @@
+"""Models by name: folders, results, and what is wrong with a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy.orm import Session
+
+from core import catalog
+from core.errors import Forbidden, InvalidModel, InvalidSpec, NotFound
+from core.keys import DEFAULT_PROJECT, Account
+from core.states import JobState
+from tests import make
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 260,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def weights(values: int = 4) -> bytes:
+    """A safetensors file of some fp32 values: length of the header, header, data."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [values], "data_offsets": [0, 4 * values]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(4 * values)
+
+
+def folder(models: Path, name: str = "tiny", **files: bytes | None) -> Path:
+    """A base in Hugging Face layout; a file named None is left out."""
+    path = models / name
+    path.mkdir(parents=True)
+    contents = {
+        "config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}", "model.safetensors": weights(),
+    }  # fmt: skip
+    for file, content in (contents | {key.replace("__", "."): value for key, value in files.items()}).items():
+        if content is not None:
+            (path / file).write_bytes(content)
+    return path
+
+
+def test_a_folder_is_a_model_under_its_name(session: Session, owner: Account, tmp_path: Path) -> None:
+    folder(tmp_path)
+    (tmp_path / "not-a-model").mkdir()
+    (tmp_path / "file").write_text("x")
+    assert [model.id for model in catalog.list_(session, owner, models=tmp_path)] == ["tiny"]
+    model = catalog.get(session, owner, "tiny", models=tmp_path)
+    assert (model.source, model.project_id) == ("dir:tiny", None)
+    assert model.shape == make.shape().model_dump(mode="json")
+
+
+def test_a_base_gets_its_row_when_a_job_wants_it(session: Session, owner: Account, tmp_path: Path) -> None:
+    folder(tmp_path)
+    facts = catalog.facts(session, owner, "tiny", models=tmp_path)
+    assert (facts.name, facts.shape) == ("tiny", make.shape())
+    assert [model.id for model in catalog.list_(session, owner, models=tmp_path)] == ["tiny"]
+    # The folder is read anew, should it have been replaced.
+    config = CONFIG | {"max_position_embeddings": 128}
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
+    assert catalog.facts(session, owner, "tiny", models=tmp_path).shape.max_seq_len == 128
+
+
+def test_without_a_models_directory_there_are_no_bases(session: Session, owner: Account, tmp_path: Path) -> None:
+    assert catalog.list_(session, owner, models=tmp_path / "none") == []
+    with pytest.raises(NotFound) as refusal:
+        catalog.facts(session, owner, "tiny", models=tmp_path / "none")
+    assert refusal.value.param == "model.base"
+
+
+@pytest.mark.parametrize("name", ["../tiny", "..", ".", "/etc", "tiny/", "tiny/../tiny", "a\x01b", "x" * 300])
+def test_a_name_never_leads_out_of_the_models_directory(
+    session: Session, owner: Account, tmp_path: Path, name: str
+) -> None:
+    folder(tmp_path / "models")
+    folder(tmp_path, "outside")
+    with pytest.raises(NotFound):
+        catalog.get(session, owner, name, models=tmp_path / "models")
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"model__safetensors": weights()[:-1]}, "tiny/model.safetensors has"),
+        ({"model__safetensors": weights() + b"x"}, "tiny/model.safetensors has"),
+        ({"model__safetensors": weights()[:20]}, "tiny/model.safetensors is cut short"),
+        ({"model__safetensors": b""}, "tiny/model.safetensors is cut short"),
+        ({"model__safetensors": (5).to_bytes(8, "little") + b"nojso"}, "damaged header"),
+        ({"model__safetensors": b"\x80\x02}q\x00." * 10}, "tiny/model.safetensors is cut short, or no safetensors"),
+        ({"model__safetensors": None, "pytorch_model__bin": b"x"}, "pickled .bin files are not read"),
+        ({"tokenizer__json": None}, "no tokenizer.json"),
+        ({"config__json": b"{"}, "tiny/config.json"),
+        ({"config__json": json.dumps(CONFIG | {"model_type": "gpt_neox"}).encode()}, "gpt_neox"),
+    ],
+)
+def test_what_is_wrong_with_a_base_is_said_by_the_files_name(
+    session: Session, owner: Account, tmp_path: Path, files: dict[str, bytes | None], says: str
+) -> None:
+    folder(tmp_path, **files)
+    with pytest.raises(InvalidModel) as refusal:
+        catalog.facts(session, owner, "tiny", models=tmp_path)
+    assert says in refusal.value.message
+    assert refusal.value.param == "model.base"
+    catalog.list_(session, owner, models=tmp_path)
+
+
+def test_each_file_of_a_sharded_base_is_looked_at(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    path = folder(tmp_path, model__safetensors=None)
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (path / "model-1.safetensors").write_bytes(weights())
+    with pytest.raises(InvalidModel, match=r"no model-2\.safetensors"):
+        catalog.inspect(path)
+    (path / "model-2.safetensors").write_bytes(weights()[:-4])
+    with pytest.raises(InvalidModel, match=r"tiny/model-2\.safetensors has"):
+        catalog.inspect(path)
+    (path / "model-2.safetensors").write_bytes(weights())
+    assert catalog.inspect(path) == make.shape()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret"}}))
+    with pytest.raises(InvalidModel, match="outside"):
+        catalog.inspect(path)
+
+
+def test_a_result_is_named_after_its_job_and_seen_by_its_project_only(
+    session: Session, owner: Account, tmp_path: Path
+) -> None:
+    make.project(session, "proj-other")
+    job = make.job(session, state=JobState.RUNNING, id="job-0123456789ab", name="demo")
+    model = catalog.publish_result(session, job, prefix="jobs/j/1/artifacts/model", shape=make.shape())
+    assert (model.id, model.source) == ("demo-01234567", "storage:jobs/j/1/artifacts/model")
+    assert catalog.facts(session, owner, "demo-01234567", models=tmp_path).shape == make.shape()
+    other = Account(project_id="proj-other", key_id="k", scopes=frozenset({"admin"}))
+    with pytest.raises(NotFound):
+        catalog.get(session, other, "demo-01234567", models=tmp_path)
+    assert catalog.list_(session, other, models=tmp_path) == []
+
+
+def test_a_later_attempts_result_takes_the_same_name(session: Session) -> None:
+    job = make.job(session, state=JobState.RUNNING, base_model="tiny")
+    first = catalog.publish_result(session, job, prefix="jobs/j/1/model", shape=make.shape())
+    job.result_model = first.id
+    second = catalog.publish_result(session, job, prefix="jobs/j/2/model", shape=make.shape())
+    assert (second.id, second.source) == (first.id, "storage:jobs/j/2/model")
+    assert second.id.startswith("tiny-")
+
+
+def test_a_folder_can_be_given_another_name_by_an_admin(session: Session, owner: Account, tmp_path: Path) -> None:
+    folder(tmp_path)
+    model = catalog.register(session, owner, "org/tiny:v1", "dir:tiny", models=tmp_path)
+    assert catalog.get(session, owner, "org/tiny:v1", models=tmp_path) is model
+    submitter = Account(project_id=DEFAULT_PROJECT, key_id="k", scopes=frozenset({"submit"}))
+    with pytest.raises(Forbidden):
+        catalog.register(session, submitter, "other", "dir:tiny", models=tmp_path)
+    with pytest.raises(InvalidSpec, match="taken"):
+        catalog.register(session, owner, "org/tiny:v1", "dir:tiny", models=tmp_path)
+    for source in ("dir:none", "dir:../tiny", "dir:"):
+        with pytest.raises(NotFound):
+            catalog.register(session, owner, "other", source, models=tmp_path)
+    with pytest.raises(InvalidSpec):
+        catalog.register(session, owner, "other", "hf://org/name", models=tmp_path)
+
+
+def test_a_jobs_result_can_be_given_another_name(session: Session, owner: Account, tmp_path: Path) -> None:
+    job = make.job(session, state=JobState.SUCCEEDED)
+    job.result_model = catalog.publish_result(session, job, prefix="jobs/j/1/model", shape=make.shape()).id
+    model = catalog.register(session, owner, "best", {"job": job.id}, models=tmp_path)
+    assert (model.source, model.project_id) == ("storage:jobs/j/1/model", DEFAULT_PROJECT)
+    with pytest.raises(NotFound):
+        catalog.register(session, owner, "none", {"job": "job-nobody"}, models=tmp_path)

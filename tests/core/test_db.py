@@ -1,0 +1,94 @@
+"""Sessions: what is asked for happens after the commit, and only then."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import pytest
+from sqlalchemy import select, text
+
+from core.db import Database, after_commit, lock
+from core.models import Project
+from tests import make
+
+
+def test_a_session_commits_at_its_end_and_then_does_what_was_asked(database: Database) -> None:
+    done: list[str] = []
+    with database.session() as session:
+        make.project(session, "proj-new")
+        after_commit(session, lambda: done.append("first"))
+        after_commit(session, lambda: done.append("second"))
+        assert done == []
+    assert done == ["first", "second"]
+    with database.reading() as session:
+        assert session.get(Project, "proj-new") is not None
+
+
+def test_what_has_one_key_is_done_once(database: Database) -> None:
+    done: list[int] = []
+    with database.session() as session:
+        for number in range(3):
+            after_commit(session, lambda number=number: done.append(number), key="nudge")  # type: ignore[misc]
+    assert len(done) == 1
+
+
+def test_an_exception_throws_everything_away(database: Database) -> None:
+    done: list[str] = []
+
+    def fails() -> None:
+        with database.session() as session:
+            make.project(session, "proj-new")
+            after_commit(session, lambda: done.append("never"))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert done == []
+    with database.reading() as session:
+        assert session.get(Project, "proj-new") is None
+
+
+def test_what_fails_after_the_commit_does_not_undo_it_nor_stop_the_rest(database: Database) -> None:
+    done: list[str] = []
+    with database.session() as session:
+        make.project(session, "proj-new")
+        after_commit(session, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        after_commit(session, lambda: done.append("second"))
+    assert done == ["second"]
+    with database.reading() as session:
+        assert session.get(Project, "proj-new") is not None
+
+
+def test_a_reader_does_not_wait_for_a_writer(database: Database) -> None:
+    with database.session() as writing:
+        make.project(writing, "proj-new")
+        with database.reading() as reading:
+            assert "proj-new" not in reading.scalars(select(Project.id)).all()
+
+
+def test_a_lock_lets_one_transaction_past_at_a_time(database: Database) -> None:
+    order: list[str] = []
+    inside = Event()
+
+    def first() -> None:
+        with database.session() as session:
+            # SQLite takes its write lock with the first statement, whatever that is.
+            session.execute(text("SELECT 1"))
+            lock(session, "scheduler")
+            inside.set()
+            order.append("first")
+
+    def second() -> None:
+        assert inside.wait(30)
+        with database.session() as session:
+            session.execute(text("SELECT 1"))
+            lock(session, "scheduler")
+            # Whatever is decided here must see what the first one committed.
+            assert order == ["first"]
+            order.append("second")
+
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(first), pool.submit(second)]:
+            future.result(60)
+    assert order == ["first", "second"]

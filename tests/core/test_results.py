@@ -1,0 +1,209 @@
+"""Checkpoints and artifacts: listed when they are whole, and only by the attempt that holds the job."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from core import artifacts, catalog, checkpoints, events, jobs
+from core.errors import InvalidMove, NotFound
+from core.keys import Account
+from core.models import Job
+from core.services import Services
+from core.settings import Settings
+from core.states import JobState
+from tests import make
+from tests.core.test_catalog import CONFIG
+
+S = JobState
+LEASE = timedelta(seconds=60)
+
+
+@pytest.fixture
+def services(settings: Settings) -> Iterator[Services]:
+    with Services(settings) as services:
+        yield services
+
+
+@pytest.fixture(autouse=True)
+def no_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hints go nowhere: there is no broker, and none is needed."""
+    monkeypatch.setattr("core.queue.Queue._send", lambda self, task, args, queue: None)
+    monkeypatch.setattr("core.bell.Bell.ring", lambda self, job_id: None)
+
+
+def running(services: Services, **columns: object) -> Job:
+    with services.db.session() as session:
+        return make.job(session, state=S.RUNNING, **columns)
+
+
+def again(services: Services, job: Job) -> Job:
+    """The job in its next attempt."""
+    with services.db.session() as session:
+        jobs.requeue(session, job.id, fence=job.attempt, reason="the host goes down")
+        jobs.place(session, job.id, "node-1", [], claim_within=LEASE)
+    with services.db.session() as session:
+        claimed = jobs.claim(session, job.id, "supervisor-2", LEASE, node="node-1")
+        assert claimed is not None
+        return claimed
+
+
+def saved(folder: Path, text: str = "weights") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "weights.bin").write_text(text)
+    (folder / "manifest.json").write_text("{}")
+    return folder
+
+
+def exported(folder: Path) -> Path:
+    files = {
+        "model/config.json": json.dumps(CONFIG).encode(),
+        "model/model.safetensors": b"weights",
+        "adapter/a.json": b"{}",
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    listed = [
+        {"path": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in files.items()
+    ]
+    (folder / "manifest.json").write_text(json.dumps({"files": listed, "seed": 1}))
+    return folder
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_is_listed_told_and_can_be_fetched(services: Services, tmp_path: Path) -> None:
+    job = running(services, losses=3)
+    folder = saved(tmp_path / "step")
+    made = checkpoints.publish(services, job.id, fence=1, step=50, folder=folder, metrics={"loss": 1.5})
+    with services.db.reading() as session:
+        found = checkpoints.latest(session, job.id)
+        assert found is not None
+        assert (found.id, found.step, found.attempt, found.metrics) == (made.id, 50, 1, {"loss": 1.5})
+        assert found.bytes == len("weights") + len("{}")
+        told = events.since(session, job.id, 1)[0]
+        assert (told.type, told.data["step"], told.data["id"]) == ("checkpoint", 50, made.id)
+        # Progress is safe: what was lost before no longer counts.
+        assert jobs.find(session, job.id).losses == 0
+    checkpoints.stage(services.storage, found, tmp_path / "copy")
+    assert (tmp_path / "copy" / "weights.bin").read_text() == "weights"
+
+
+def test_an_attempt_that_was_replaced_publishes_nothing(services: Services, tmp_path: Path) -> None:
+    job = running(services, attempt=2)
+    with pytest.raises(InvalidMove):
+        checkpoints.publish(services, job.id, fence=1, step=50, folder=saved(tmp_path / "step"), metrics={})
+    with services.db.reading() as session:
+        assert checkpoints.latest(session, job.id) is None
+
+
+def test_a_step_that_was_saved_twice_is_listed_once_with_the_later_content(services: Services, tmp_path: Path) -> None:
+    job = running(services)
+    checkpoints.publish(services, job.id, fence=1, step=50, folder=saved(tmp_path / "1", "first"), metrics={})
+    job = again(services, job)
+    checkpoints.publish(services, job.id, fence=2, step=50, folder=saved(tmp_path / "2", "second"), metrics={})
+    with services.db.reading() as session:
+        page = checkpoints.page(session, job)
+        assert [(found.step, found.attempt) for found in page.data] == [(50, 2)]
+    checkpoints.stage(services.storage, page.data[0], tmp_path / "copy")
+    assert (tmp_path / "copy" / "weights.bin").read_text() == "second"
+    assert list(services.storage.list(f"jobs/{job.id}/1")) == []
+
+
+def test_only_the_newest_checkpoints_are_kept(services: Services, tmp_path: Path) -> None:
+    job = running(services)
+    for step in (10, 20, 30):
+        checkpoints.publish(services, job.id, fence=1, step=step, folder=saved(tmp_path / str(step)), metrics={})
+    checkpoints.prune(services, job.id, keep=2)
+    with services.db.reading() as session:
+        assert sorted(found.step for found in checkpoints.page(session, job).data) == [20, 30]
+    kept = {stored.key.split("/")[4] for stored in services.storage.list(f"jobs/{job.id}")}
+    assert kept == {"step-00000020", "step-00000030"}
+
+
+# Artifacts
+
+
+def test_a_result_is_listed_with_its_hashes_its_manifest_and_its_model(
+    services: Services, tmp_path: Path, owner: Account
+) -> None:
+    job = running(services, name="demo")
+    artifacts.publish(services, job, exported(tmp_path / "export"))
+    with services.db.session() as session:
+        jobs.move(session, job.id, S.SUCCEEDED, fence=1)
+    with services.db.reading() as session:
+        done = jobs.get(session, owner, job.id)
+        listed = artifacts.of_job(session, job.id)
+        assert [(artifact.path, artifact.kind) for artifact in listed] == [
+            ("adapter/a.json", "adapter"),
+            ("manifest.json", "manifest"),
+            ("model/config.json", "model"),
+            ("model/model.safetensors", "model"),
+        ]
+        for artifact in listed:
+            content = b"".join(services.storage.stream(artifact.storage_key))
+            assert (len(content), hashlib.sha256(content).hexdigest()) == (artifact.bytes, artifact.sha256)
+        manifest = artifacts.manifest(session, services.storage, job.id)
+        assert manifest is not None
+        assert manifest["seed"] == 1
+        assert done.result_model is not None
+        model = catalog.get(session, owner, done.result_model, models=tmp_path)
+        assert model.shape == make.shape().model_dump(mode="json")
+        assert artifacts.get(session, done, "model/config.json").kind == "model"
+        with pytest.raises(NotFound):
+            artifacts.get(session, done, "../../etc/passwd")
+        assert events.since(session, job.id, 1)[0].data["model"] == done.result_model
+
+
+def test_before_there_is_a_result_there_is_no_manifest(services: Services) -> None:
+    job = running(services)
+    with services.db.reading() as session:
+        assert artifacts.manifest(session, services.storage, job.id) is None
+        assert artifacts.of_job(session, job.id) == []
+
+
+def test_a_file_that_is_not_what_the_manifest_says_is_not_published(services: Services, tmp_path: Path) -> None:
+    job = running(services)
+    export = exported(tmp_path / "export")
+    (export / "model" / "model.safetensors").write_bytes(b"weighty")
+    with pytest.raises(artifacts.Damaged, match=r"model/model\.safetensors"):
+        artifacts.publish(services, job, export)
+    with services.db.reading() as session:
+        assert artifacts.of_job(session, job.id) == []
+
+
+@pytest.mark.parametrize("meanwhile", ["cancelled", "replaced"])
+def test_a_result_that_comes_too_late_is_not_seen(
+    services: Services, tmp_path: Path, owner: Account, meanwhile: str
+) -> None:
+    job = running(services)
+    if meanwhile == "cancelled":
+        with services.db.session() as session:
+            jobs.cancel(session, owner, job.id)
+    else:
+        with services.db.reading() as session:
+            stale = jobs.find(session, job.id)
+        again(services, job)
+        job = stale
+    with pytest.raises(InvalidMove):
+        artifacts.publish(services, job, exported(tmp_path / "export"))
+    with services.db.reading() as session:
+        assert artifacts.of_job(session, job.id) == []
+        assert catalog.list_(session, owner, models=tmp_path / "none") == []
+
+
+def test_a_second_publication_takes_the_place_of_the_first(services: Services, tmp_path: Path) -> None:
+    job = running(services)
+    artifacts.publish(services, job, exported(tmp_path / "1"))
+    job = again(services, job)
+    artifacts.publish(services, job, exported(tmp_path / "2"))
+    with services.db.reading() as session:
+        assert {artifact.storage_key.split("/")[2] for artifact in artifacts.of_job(session, job.id)} == {"2"}

@@ -1,0 +1,96 @@
+"""The migrations and the tables say the same, up and down, with rows in them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from alembic import op
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import inspect, select
+
+from core import schema
+from core.db import Database, open_engine
+from core.models import Base, database_now
+from tests import make
+from tests.conftest import _administer
+
+
+@pytest.fixture
+def empty_url(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """URL of a database without a table."""
+    if kind == "sqlite":
+        yield f"sqlite:///{tmp_path}/empty.db"
+        return
+    server: str = request.getfixturevalue("postgresql_server")
+    _administer(server, "DROP DATABASE IF EXISTS empty", "CREATE DATABASE empty")
+    yield server.replace("/postgres?", "/empty?", 1)
+
+
+def test_the_migrations_make_what_the_models_say(database: Database) -> None:
+    with database.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, Base.metadata) == []
+
+
+def test_a_schema_with_rows_in_it_goes_down_and_up_again(database: Database, database_url: str) -> None:
+    with database.session() as session:
+        make.node(session)
+        make.file(session)
+        make.model(session)
+        job = make.job(session)
+        make.checkpoint(session, job, 10)
+    database.close()
+    schema.downgrade(database_url, "base")
+    assert inspect(database.engine).get_table_names() == ["alembic_version"]
+    assert not schema.is_current(database.engine)
+    schema.upgrade(database_url)
+    assert schema.is_current(database.engine)
+    assert set(Base.metadata.tables) <= set(inspect(database.engine).get_table_names())
+
+
+def test_an_empty_database_is_not_current_until_it_is_migrated(empty_url: str) -> None:
+    engine = open_engine(empty_url)
+    assert not schema.is_current(engine)
+    schema.upgrade(empty_url)
+    schema.upgrade(empty_url)
+    assert schema.is_current(engine)
+    engine.dispose()
+
+
+def test_processes_may_migrate_at_once(empty_url: str) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(schema.upgrade, [empty_url] * 3))
+    engine = open_engine(empty_url)
+    assert schema.is_current(engine)
+    engine.dispose()
+
+
+def test_a_migration_that_fails_leaves_nothing_behind(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., object] = op.create_index
+
+    def fails_late(name: str, *arguments: object, **options: object) -> object:
+        if name == "ix_slots_job_id":
+            raise RuntimeError("power cut")
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(op, "create_index", fails_late)
+    with pytest.raises(RuntimeError, match="power cut"):
+        schema.upgrade(empty_url)
+    monkeypatch.undo()
+    engine = open_engine(empty_url)
+    assert inspect(engine).get_table_names() == []
+    schema.upgrade(empty_url)
+    engine.dispose()
+
+
+def test_the_two_databases_agree_on_the_time(database: Database) -> None:
+    with database.reading() as session:
+        now = session.scalar(select(database_now()))
+    assert now is not None
+    # Within a minute: the same host, and no clock that stands still or counts days.
+    assert abs(now - time.time()) < 60
