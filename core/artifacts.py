@@ -6,13 +6,15 @@ import hashlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from sqlalchemy import delete, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core import catalog, jobs
+from core.db import after_commit
 from core.errors import InvalidMove, NotFound
 from core.models import Artifact, Job
 from core.services import Services
@@ -42,14 +44,14 @@ def publish(services: Services, job: Job, export: Path) -> None:
     """
     found = _verified(export)
     prefix = f"jobs/{job.id}/{job.attempt}/artifacts"
-    services.storage.put_tree(prefix, export)
     has_model = any(file.kind == "model" for file in found)
     shape = catalog.shape_of(export / "model") if has_model else None
+    services.storage.put_tree(prefix, export)
     with services.db.session() as session:
         held = jobs.held(session, job.id, fence=job.attempt)
         if held.state is JobState.CANCELLING:
             raise InvalidMove("The job was cancelled before its result was published.")
-        session.execute(delete(Artifact).where(Artifact.job_id == job.id))
+        _forget_earlier(session, services.storage, job.id, but=prefix)
         session.add_all(
             Artifact(
                 job_id=job.id,
@@ -94,6 +96,15 @@ def manifest(session: Session, storage: Storage, job_id: str) -> dict[str, Any] 
     if artifact is None:
         return None
     return cast("dict[str, Any]", json.loads(b"".join(storage.stream(artifact.storage_key))))
+
+
+def _forget_earlier(session: Session, storage: Storage, job_id: str, *, but: str) -> None:
+    """Unlist what an earlier attempt published, and remove it once that is committed."""
+    for artifact in of_job(session, job_id):
+        session.delete(artifact)
+        if not artifact.storage_key.startswith(f"{but}/"):
+            after_commit(session, partial(storage.delete, artifact.storage_key))
+    session.flush()
 
 
 def _verified(export: Path) -> list[_Found]:

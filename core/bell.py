@@ -9,6 +9,7 @@ import redis
 import redis.asyncio
 import structlog
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
@@ -80,5 +81,6 @@ class Bell:
             self._url,
             socket_timeout=socket_timeout,
             socket_connect_timeout=_PATIENCE_SECONDS,
-            retry=Retry(NoBackoff(), 1),
+            # Once more over a fresh connection where the broker was restarted; never where it is silent.
+            retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
         )
