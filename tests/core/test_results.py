@@ -206,4 +206,6 @@ def test_a_second_publication_takes_the_place_of_the_first(services: Services, t
     job = again(services, job)
     artifacts.publish(services, job, exported(tmp_path / "2"))
     with services.db.reading() as session:
-        assert {artifact.storage_key.split("/")[2] for artifact in artifacts.of_job(session, job.id)} == {"2"}
+        listed = {artifact.storage_key for artifact in artifacts.of_job(session, job.id)}
+    assert {key.split("/")[2] for key in listed} == {"2"}
+    assert {stored.key for stored in services.storage.list(f"jobs/{job.id}")} == listed

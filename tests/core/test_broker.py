@@ -1,0 +1,242 @@
+"""The bundled Valkey, and what goes through it: messages, rings, samples. None of them may hold anyone up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic
+
+import anyio
+import pytest
+import redis
+
+from core import broker, sampling
+from core.bell import Bell
+from core.errors import Unavailable
+from core.queue import CONTROL, Queue, node_queue
+from core.sampling import Sampler
+from core.settings import Settings
+
+DEADLINE_SECONDS = 30.0
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    return Settings(data_dir=tmp_path_factory.mktemp("broker"))
+
+
+@pytest.fixture(scope="module")
+def server(settings: Settings) -> Iterator[subprocess.Popen[bytes]]:
+    with broker.running(settings) as process:
+        yield process
+
+
+@pytest.fixture
+def client(settings: Settings, server: object) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(settings.redis) as client:
+        yield client
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """URL of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"redis://127.0.0.1:{listening.getsockname()[1]}/0"
+
+
+def eventually(claim: Callable[[], bool]) -> None:
+    until = monotonic() + DEADLINE_SECONDS
+    pause = Event()
+    while not claim():
+        assert monotonic() < until, "it did not come true in time"
+        pause.wait(0.02)
+
+
+# The server
+
+
+def test_only_we_may_use_the_socket(settings: Settings, client: redis.Redis) -> None:
+    assert client.ping()
+    assert settings.broker_socket.stat().st_mode & 0o777 == 0o700
+    assert settings.broker_socket.parent.stat().st_mode & 0o777 == 0o700
+    assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+    assert client.config_get("port") == {"port": "0"}
+
+
+def test_a_killed_server_comes_back_with_its_data(settings: Settings, client: redis.Redis) -> None:
+    client.set("kept", "yes")
+    client.execute_command("WAITAOF", 1, 0, 5000)
+    (pid,) = {client.info("server")["process_id"]}
+    os.kill(pid, signal.SIGKILL)
+
+    def is_back() -> bool:
+        try:
+            return bool(client.info("server")["process_id"] != pid and client.get("kept") == b"yes")
+        except redis.RedisError:
+            return False
+
+    eventually(is_back)
+
+
+def test_a_second_service_on_the_same_directory_is_refused(settings: Settings, server: object) -> None:
+    with pytest.raises(Unavailable, match="Another"), broker.running(settings):
+        pass
+
+
+def test_a_long_path_gets_a_short_socket_and_damaged_data_is_put_aside(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path / ("x" * 100))
+    assert len(os.fsencode(settings.broker_socket)) <= 100
+    with broker.running(settings) as process:
+        with redis.Redis.from_url(settings.redis) as client:
+            client.rpush("list", *range(100))
+            client.execute_command("WAITAOF", 1, 0, 5000)
+        process_id = process.pid
+    assert process.returncode is not None
+    assert not Path(f"/proc/{process_id}").exists()
+    folder = tmp_path / ("x" * 100) / "broker" / "appendonlydir"
+    for path in folder.glob("*.incr.aof"):
+        path.write_bytes(b"nonsense" * 100)
+    with broker.running(settings), redis.Redis.from_url(settings.redis) as client:
+        assert client.llen("list") == 0
+    assert folder.with_name("appendonlydir.damaged").is_dir()
+    settings.broker_socket.parent.rmdir()
+
+
+def test_one_that_a_killed_service_left_behind_is_replaced(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    script = (
+        "import os, sys; from core import broker; from core.settings import Settings\n"
+        "with broker.running(Settings()) as process: print(process.pid, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    environment = {"PATH": os.defpath, "TRAINSHED_DATA_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    died = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=False, timeout=60)
+    orphan = int(died.stdout)
+    with redis.Redis.from_url(settings.redis) as client:
+        assert client.info("server")["process_id"] == orphan
+    with broker.running(settings) as process, redis.Redis.from_url(settings.redis) as client:
+        assert client.info("server")["process_id"] == process.pid != orphan
+
+
+# Messages
+
+
+def test_a_message_names_a_task_and_carries_a_job_id(settings: Settings, client: redis.Redis) -> None:
+    queue = Queue(settings)
+    queue.start("job-1", "node-1")
+    queue.nudge()
+    message = json.loads(client.lpop(node_queue("node-1")))  # type: ignore[arg-type]
+    assert message["headers"]["task"] == "workers.tasks.run_job"
+    assert message["headers"]["argsrepr"] == "['job-1']"
+    assert json.loads(client.lpop(CONTROL))["headers"]["task"] == "workers.tasks.tick"  # type: ignore[arg-type]
+    queue.close()
+
+
+@pytest.mark.parametrize("down", ["refused", "silent"])
+def test_no_hint_raises_when_the_broker_is_down(
+    down: str, silent: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(data_dir=tmp_path, redis_url=silent if down == "silent" else "redis://127.0.0.1:1/0")
+    queue, bell = Queue(settings), Bell(settings.redis)
+    queue.nudge()
+    queue.start("job-1", "node-1")
+    bell.ring("job-1")
+    said = "".join(capfd.readouterr())
+    assert said.count("message not sent") == 2
+    assert said.count("bell not rung") == 1
+    queue.close()
+    bell.close()
+
+
+# Rings
+
+
+def test_a_ring_is_heard_by_those_who_listen_to_that_job(settings: Settings, server: object) -> None:
+    bell = Bell(settings.redis)
+    heard: list[str] = []
+
+    async def listen() -> None:
+        rings = bell.listen("job-1")
+        async for _ in rings:
+            heard.append("job-1")
+            if len(heard) == 1:
+                bell.ring("job-2")
+                bell.ring("job-1")
+            else:
+                break
+        await rings.aclose()  # type: ignore[attr-defined]
+
+    async def main() -> None:
+        with anyio.fail_after(DEADLINE_SECONDS):
+            await listen()
+
+    anyio.run(main)
+    assert heard == ["job-1"] * 2
+    bell.close()
+
+
+def test_a_thread_hears_rings_until_it_is_told_to_end(settings: Settings, server: object) -> None:
+    bell, end, heard = Bell(settings.redis), Event(), Event()
+
+    def listen() -> None:
+        # The first is for having begun to listen; what comes after it was rung.
+        for count, _ in enumerate(bell.rings("job-1", until=end)):
+            if count:
+                heard.set()
+
+    thread = Thread(target=listen)
+    thread.start()
+
+    def is_heard() -> bool:
+        bell.ring("job-1")
+        return heard.is_set()
+
+    eventually(is_heard)
+    end.set()
+    thread.join(DEADLINE_SECONDS)
+    assert not thread.is_alive()
+    bell.close()
+
+
+# Samples
+
+
+def test_a_sampler_answers_the_one_who_asked(settings: Settings, client: redis.Redis) -> None:
+    client.set(sampling.ALIVE, b"1", ex=sampling.ALIVE_SECONDS)
+
+    def answer() -> None:
+        _, raw = client.brpop([sampling.REQUESTS], timeout=DEADLINE_SECONDS)  # type: ignore[misc]
+        request = json.loads(raw)
+        client.rpush(sampling.answers(request["id"]), json.dumps({"text": request["prompt"] + "!"}))
+
+    thread = Thread(target=answer)
+    thread.start()
+    assert Sampler(settings.redis).ask({"prompt": "hello"}, timeout=DEADLINE_SECONDS) == {"text": "hello!"}
+    thread.join(DEADLINE_SECONDS)
+    client.delete(sampling.ALIVE)
+
+
+def test_without_a_sampler_the_asker_is_told_at_once(settings: Settings, client: redis.Redis) -> None:
+    assert not Sampler(settings.redis).is_alive()
+    with pytest.raises(Unavailable, match="No sampler is online"):
+        Sampler(settings.redis).ask({"prompt": "hello"})
+
+
+def test_a_sampler_that_does_not_answer_leaves_nothing_in_the_list(settings: Settings, client: redis.Redis) -> None:
+    client.set(sampling.ALIVE, b"1", ex=sampling.ALIVE_SECONDS)
+    with pytest.raises(Unavailable, match="No answer"):
+        Sampler(settings.redis).ask({"prompt": "hello"}, timeout=0.1)
+    assert client.llen(sampling.REQUESTS) == 0
+    client.delete(sampling.ALIVE)
+
+
+def test_without_a_broker_there_is_no_sample() -> None:
+    with pytest.raises(Unavailable, match="broker"):
+        Sampler("redis://127.0.0.1:1/0").ask({"prompt": "hello"})
+    assert not Sampler("redis://127.0.0.1:1/0").is_alive()
