@@ -1,4 +1,4 @@
-"""Files over HTTP, in OpenAI's shapes: judged as they come in, named as the client likes; of a bad one nothing is kept."""
+"""Files over HTTP, in OpenAI's shapes: judged as they come in, named as one likes; of a bad one nothing is kept."""
 
 import pytest
 
@@ -105,7 +105,7 @@ def test_names_that_no_client_library_would_send_are_harmless_too(http, filename
     [
         pytest.param(PURPOSE + b"--b--\r\n", "file", id="no file"),
         pytest.param(part("file", CHAT, b"a.jsonl") + b"--b--\r\n", "purpose", id="no purpose"),
-        pytest.param(part("purpose", b"fun") + part("file", CHAT, b"a") + b"--b--\r\n", "purpose", id="no such purpose"),
+        pytest.param(part("purpose", b"fun") + part("file", CHAT, b"a") + b"--b--", "purpose", id="no such purpose"),
         pytest.param(PURPOSE + part("file", b"text as a field") + b"--b--\r\n", "file", id="a file that is none"),
         pytest.param(PURPOSE + part("file", CHAT, b"a") * 2 + b"--b--\r\n", None, id="two files"),
         pytest.param(PURPOSE + part("file", CHAT, b"a")[:-20], "file", id="cut short"),
