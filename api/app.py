@@ -46,7 +46,7 @@ def create_app(services: Services) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.streams = Streams(services)
         yield
-        app.state.streams.close()
+        await app.state.streams.ended()
 
     app = App(
         title="Trainshed",

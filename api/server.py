@@ -28,9 +28,12 @@ class Server(uvicorn.Server):
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.send_listeners_home()
+        super().handle_exit(sig, frame)
+
+    def send_listeners_home(self) -> None:
         if self.started and self.loop is not None:
             self.loop.call_soon_threadsafe(self.app.state.streams.close)
-        super().handle_exit(sig, frame)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -114,7 +114,7 @@ class Reader:
         """`seq` of the newest event seen; None before the first look."""
         self.done: bytes | None = None
         """The farewell, once the job has ended."""
-        self.task = asyncio.create_task(self._run())
+        self.task = streams.spawn(self._run())
 
     def frames(self, after: int) -> list[Frame] | None:
         """What is newer than `after`; None where only the table knows."""
@@ -128,7 +128,7 @@ class Reader:
 
     async def _run(self) -> None:
         hint = asyncio.Event()
-        listening = asyncio.create_task(self._listen(hint))
+        listening = self.streams.spawn(self._listen(hint))
         try:
             while self.done is None:
                 hint.clear()
@@ -181,6 +181,7 @@ class Streams:
         # Apart from the endpoints' threads: replaying to many must not keep a submit waiting.
         self.threads = anyio.CapacityLimiter(8)
         self.closing = False
+        self.tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, job_id: str, *, after: int) -> AsyncIterator[bytes]:
         """Frames of everything after `after`, in order, each once, until the job has ended."""
@@ -203,11 +204,25 @@ class Streams:
         finally:
             self._leave(reader)
 
+    def spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """A task that is remembered until it has ended: the event loop itself remembers tasks but weakly."""
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
     def close(self) -> None:
         """Send every listener home; they come back to the next process. Call it in the event loop."""
         self.closing = True
         for reader in self.readers.values():
             reader.wake()
+
+    async def ended(self) -> None:
+        """Close, and wait until nothing of it runs any more."""
+        self.close()
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def look(self, job_id: str, after: int | None) -> Look:
         """A reader's look at the table, in a session of its own."""

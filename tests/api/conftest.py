@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 
 from api.app import create_app
 from api.client import Client
+from api.server import Server
 from core import broker, keys, schema
 from core.models import Project
 from core.services import Services
@@ -54,16 +55,16 @@ def new_project(session: Session) -> str:
 @contextmanager
 def running(services: Services) -> Iterator[str]:
     """The API of `services` in a thread; its URL."""
-    config = uvicorn.Config(
-        create_app(services), port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
+    app = create_app(services)
+    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    server = Server(app, config)
     thread = threading.Thread(target=server.run, name="api", daemon=True)
     thread.start()
     wait_for(lambda: server.started)
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
+        server.send_listeners_home()
         server.should_exit = True
         thread.join(DEADLINE_SECONDS)
         assert not thread.is_alive()
