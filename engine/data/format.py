@@ -261,6 +261,7 @@ class _Reading:
         if not self.declared:
             self.format = None
         self.first_line = 0
+        self.decoder = _Decoder()
 
     def all_warnings(self) -> list[Finding]:
         ignored = [
@@ -311,10 +312,8 @@ class _Reading:
                 yield self.error(
                     Finding(here.line, "there is a NUL character; upload text, not binary data", here.column)
                 )
-            held += text
-            while len(held) >= 2 * PIECE_CHARACTERS:
-                cut = _seam(held)
-                piece, held = held[:cut], held[cut:]
+            *pieces, held = _cut(held + text)
+            for piece in pieces:
                 begun = begun or bool(piece.strip())
                 if begun:
                     yield Text(at.line, piece, ends=False)
@@ -346,7 +345,7 @@ class _Reading:
                 Finding(number, message, _column(text, path, again), _dotted((*path, again) if again else path))
             )
 
-        value = _parsed(text, number, found, fault)
+        value = _parsed(self.decoder, text, number, found, fault)
         example = self.example(value, number, fault) if not found else None
         for finding in found:
             yield self.error(finding)
@@ -483,43 +482,55 @@ def _pieces(data: bytes) -> Iterator[str | bytes]:
 
 def _in_pieces(document: Text) -> Iterator[Text]:
     """A document of a JSON line as pieces that are no longer than those of plain text."""
-    text = document.text
-    while len(text) >= 2 * PIECE_CHARACTERS:
-        cut = _seam(text)
-        yield Text(document.line, text[:cut], ends=False)
-        text = text[cut:]
-    yield Text(document.line, text)
+    *pieces, last = _cut(document.text)
+    for piece in pieces:
+        yield Text(document.line, piece, ends=False)
+    yield Text(document.line, last)
 
 
-def _seam(text: str) -> int:
-    """Where to cut a long document so that its tokens stay the same: after a line end between two words."""
-    for at in range(PIECE_CHARACTERS, len(text) - 1):
-        if text[at - 1] == "\n" and not text[at - 2].isspace() and not text[at].isspace():
-            return at
-    at = text.find(" ", PIECE_CHARACTERS)
-    return at if at > 0 else PIECE_CHARACTERS
+_SEAM = re.compile(r"(?<=\S\n)(?=\S)")
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Pieces that join to `text`, cut so that tokens stay the same: where a line ends, between two words."""
+    start = 0
+    while len(text) - start >= 2 * PIECE_CHARACTERS:
+        least, most = start + PIECE_CHARACTERS, start + 2 * PIECE_CHARACTERS
+        seam = _SEAM.search(text, least, most)
+        end = seam.start() if seam else text.find(" ", least, most)
+        end = end if end > 0 else least
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def _not_utf8(data: bytes, line: int, column: int) -> Finding:
     return Finding(line, f"byte 0x{data[0]:02x} is not UTF-8 here; save the file as UTF-8", column)
 
 
-def _parsed(text: str, line: int, found: list[Finding], fault: Callable[..., None]) -> object:
-    """The JSON value of a line. Appends to `found` what makes it unfit to read."""
-    repeated: list[tuple[dict[str, Any], str]] = []
+class _Decoder(json.JSONDecoder):
+    """JSON without NaN, that remembers in `repeated` the objects that have a key twice, and which."""
 
-    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=self.mapping, parse_constant=self.constant)
+        self.repeated: list[tuple[dict[str, Any], str]] = []
+
+    def mapping(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) != len(pairs):
             counts = Counter(key for key, _ in pairs)
-            repeated.append((value, next(key for key, count in counts.items() if count > 1)))
+            self.repeated.append((value, next(key for key, count in counts.items() if count > 1)))
         return value
 
-    def constant(name: str) -> object:
+    def constant(self, name: str) -> object:
         raise ValueError(f"{name} is not JSON; write a number or null")
 
+
+def _parsed(decoder: _Decoder, text: str, line: int, found: list[Finding], fault: Callable[..., None]) -> object:
+    """The JSON value of a line. Appends to `found` what makes it unfit to read."""
+    decoder.repeated.clear()
     try:
-        value: object = json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
+        value: object = decoder.decode(text)
     except json.JSONDecodeError as broken:
         cause = broken.msg[:1].lower() + broken.msg[1:]
         if "\r" in text.rstrip("\r"):
@@ -534,7 +545,7 @@ def _parsed(text: str, line: int, found: list[Finding], fault: Callable[..., Non
     except ValueError as broken:
         found.append(Finding(line, f"not valid JSON: {broken}"))
         return None
-    for owner, key in repeated:
+    for owner, key in decoder.repeated:
         path = next((path for path, part in _walk(value) if part is owner), ())
         fault(path, f'duplicate key "{key}": only one of its values can be meant; remove the others', again=key)
     if _ESCAPED_SURROGATE.search(text):
@@ -838,44 +849,40 @@ class _Kind:
     """One kind of line: the fields that tell it, and how it is read."""
 
     name: str
-    tells: tuple[frozenset[str], ...]
-    """The line is this kind when it has all the fields of one of these sets."""
+    tells: frozenset[str]
+    """The line is this kind when it has one of these fields."""
     fields: frozenset[str] = frozenset()
     parse: Callable[[dict[str, Any], Fault, int], Example | None] | None = None
     hint: str = ""
     """What to do instead, where it is known but can't be trained on."""
 
 
-def _sets(*names: str) -> tuple[frozenset[str], ...]:
-    return tuple(frozenset(name.split()) for name in names)
-
-
 # The order decides where a line could be read in two ways: the richer kind comes first.
 _KINDS = (
     _Kind(
         "preference",
-        _sets("preferred_output", "non_preferred_output", "chosen", "rejected"),
+        frozenset({"preferred_output", "non_preferred_output", "chosen", "rejected"}),
         hint="this is preference data, which can't be trained on yet; upload chat or completion examples",
     ),
     _Kind(
         "chat",
-        _sets("messages"),
+        frozenset({"messages"}),
         frozenset({"messages", "tools", "parallel_tool_calls", "functions", "function_call"}),
         _chat,
     ),
     _Kind(
         "sharegpt",
-        _sets("conversations"),
+        frozenset({"conversations"}),
         hint='rename "conversations" to "messages", "from" to "role" (gpt is assistant) and "value" to "content"',
     ),
-    _Kind("completion", _sets("prompt", "completion"), frozenset({"prompt", "completion"}), _completion),
-    _Kind("text", _sets("text"), frozenset({"text"}), _text),
+    _Kind("completion", frozenset({"prompt", "completion"}), frozenset({"prompt", "completion"}), _completion),
+    _Kind("text", frozenset({"text"}), frozenset({"text"}), _text),
 )
 assert {kind.name for kind in _KINDS if kind.parse} == set(get_args(Format))
 
 
 def _kind(value: dict[str, Any]) -> _Kind | None:
-    return next((kind for kind in _KINDS if any(names <= value.keys() for names in kind.tells)), None)
+    return next((kind for kind in _KINDS if not kind.tells.isdisjoint(value)), None)
 
 
 def _unknown(value: dict[str, Any]) -> str:

@@ -1,0 +1,1 @@
+"""What becomes of people's files before the first step."""
