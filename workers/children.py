@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from math import inf
 from time import monotonic
 
 import structlog
@@ -49,13 +50,18 @@ class Child:
         log.warning("child died", child=self.name, exit_code=code, restart_seconds=self._pause)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
+    def ask_to_end(self) -> None:
+        """Let it begin to end; it is not started again."""
+        self._start_at = inf
+        if self._process is not None:
+            self._process.terminate()
+
     def stop(self, grace_seconds: float) -> None:
         """End it for good; past the grace, it and what it started are killed."""
+        self.ask_to_end()
         process, self._process = self._process, None
-        self._start_at = float("inf")
         if process is None:
             return
-        process.terminate()
         try:
             process.wait(grace_seconds)
         except subprocess.TimeoutExpired:

@@ -117,8 +117,10 @@ class Node:
                 nodes.drain(session, self.name)
         except (SQLAlchemyError, NotFound) as error:
             log.warning("node not marked as draining", error=str(error))
-        # Before the supervisors: it would start more of them.
+        self.worker.ask_to_end()
+        self.end_supervisors()
         self.worker.stop(CHILD_GRACE_SECONDS)
+        # Those that it started with its last breath.
         self.end_supervisors()
         self.give_back()
         self.sampler.stop(CHILD_GRACE_SECONDS)
