@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 ADMIN_KEY = "the-key-of-all-the-tests"
 LOOK_SECONDS = 0.05
+PATIENCE_SECONDS = 100.0
+"""For what takes a few seconds on an idle machine; tests may share theirs with much else."""
 PARTS = {"node": "workers.node", "upkeep": "workers.upkeep"}
 """Name of a part and the module that it is."""
 
@@ -72,8 +74,6 @@ class Stack:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            sys.stderr.write(self.logs())
         self._exit.close()
 
     # The parts
@@ -199,16 +199,20 @@ class Stack:
 
     # Waiting
 
-    def until(self, claim: Callable[[], T], what: str, *, seconds: float = 60) -> T:
+    def until(self, claim: Callable[[], T], what: str, *, seconds: float = PATIENCE_SECONDS) -> T:
         """What `claim` returns once that is true; fails, naming `what`, when it takes too long."""
         deadline, pause = monotonic() + seconds, Event()
         while not (value := claim()):
             if monotonic() > deadline:
-                raise AssertionError(f"{what}: not within {seconds:g} s")
+                error = AssertionError(f"{what}: not within {seconds:g} s")
+                error.add_note(self.logs())
+                raise error
             pause.wait(LOOK_SECONDS)
         return value
 
-    def until_step(self, job_id: str, step: int, *, attempt: int | None = None, seconds: float = 60) -> Job:
+    def until_step(
+        self, job_id: str, step: int, *, attempt: int | None = None, seconds: float = PATIENCE_SECONDS
+    ) -> Job:
         """The job, once it has recorded `step`, in this attempt if one is named."""
 
         def reached() -> Job | None:
@@ -219,7 +223,7 @@ class Stack:
 
         return self.until(reached, f"step {step} of {job_id}", seconds=seconds)
 
-    def until_state(self, job_id: str, *states: JobState, seconds: float = 60) -> Job:
+    def until_state(self, job_id: str, *states: JobState, seconds: float = PATIENCE_SECONDS) -> Job:
         """The job, once it is in one of `states`."""
 
         def reached() -> Job | None:

@@ -7,7 +7,7 @@ import signal
 from core.states import JobState
 from tests.stack import Stack, kill, lives
 
-STEPS, EVERY = 300, 20
+STEPS, EVERY = 200, 20
 FOREVER = 1_000_000
 
 
@@ -75,12 +75,13 @@ def test_a_supervisor_that_stood_still_past_its_lease_finds_its_ranks_dead_and_w
 
 
 def test_pausing_frees_the_slots_and_a_host_that_goes_down_hands_its_run_on(stack: Stack) -> None:
-    job_id = stack.submit(steps=STEPS, checkpoint_every=STEPS)
+    steps = 2 * STEPS
+    job_id = stack.submit(steps=steps, checkpoint_every=steps)
     stack.until_step(job_id, EVERY)
 
     stack.pause(job_id)
     paused = stack.until_state(job_id, JobState.PAUSED)
-    assert paused.last_step < STEPS
+    assert paused.last_step < steps
     stack.assert_at_rest(job_id)
 
     stack.resume(job_id)
@@ -93,5 +94,5 @@ def test_pausing_frees_the_slots_and_a_host_that_goes_down_hands_its_run_on(stac
     stack.start("node")
     stack.until_state(job_id, JobState.SUCCEEDED)
     assert stack.job(job_id).attempt == 3
-    stack.assert_each_step_once(job_id, STEPS)
+    stack.assert_each_step_once(job_id, steps)
     stack.assert_at_rest(job_id)
