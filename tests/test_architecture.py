@@ -45,8 +45,8 @@ TOP_LEVEL = {
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt",
     ".gitignore", ".dockerignore", ".env.example",
 }  # fmt: skip
-READS_THE_ENVIRONMENT = {"core/settings.py", "engine/mesh.py", "engine/rank.py"}
-"""Settings are read in the first; which rank a process of the engine is, in the others."""
+READS_THE_ENVIRONMENT = {"core/settings.py", "engine/standing.py"}
+"""Settings are read in the first; which rank a process of the engine is, in the second."""
 WRITES_A_JOBS_STATE = {"core/jobs.py"}
 
 
