@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
+import psutil
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.orm import Session
 
 from core import keys, schema
@@ -58,7 +60,10 @@ def postgresql_server() -> Iterator[str]:
                     "ALTER SYSTEM SET synchronous_commit = off", "SELECT pg_reload_conf()")  # fmt: skip
         yield url
     finally:
-        server.stop()
+        # At once: an orderly stop would first write down what is thrown away with the folder.
+        process = psutil.Process(server.get_pid())
+        process.send_signal(signal.SIGQUIT)
+        process.wait(60)
         shutil.rmtree(folder)
 
 
@@ -83,10 +88,14 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def database_url(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def database_url(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """URL of a migrated database of this test's own, with a default project and `ADMIN_KEY`."""
     make: Callable[[Path], str] = request.getfixturevalue(f"new_{kind}")
-    return make(tmp_path)
+    url = make(tmp_path)
+    yield url
+    if kind == "postgresql":
+        server: str = request.getfixturevalue("postgresql_server")
+        _administer(server, f'DROP DATABASE "{make_url(url).database}" WITH (FORCE)')
 
 
 @pytest.fixture
