@@ -115,6 +115,8 @@ class Report:
     errors: tuple[Finding, ...] = ()
     """At most the asked number; reading stopped there."""
     warnings: tuple[Finding, ...] = ()
+    plain_text: bool = False
+    """The file is text as it stands, not JSON Lines."""
 
     @property
     def ok(self) -> bool:
@@ -123,6 +125,7 @@ class Report:
     def to_dict(self) -> dict[str, object]:
         return {
             "format": self.format,
+            "plain_text": self.plain_text,
             "examples": self.examples,
             "characters": self.characters,
             "empty_lines": self.empty_lines,
@@ -206,6 +209,7 @@ def validate(
         empty_lines=reading.empty_lines,
         errors=tuple(reading.errors[:max_errors]),
         warnings=tuple(reading.all_warnings()),
+        plain_text=reading.plain_text,
     )
 
 
@@ -255,6 +259,7 @@ class _Reading:
     unused: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Top-level fields that nothing reads: how often, and the first line."""
     empty_lines: int = 0
+    plain_text: bool = False
 
     def __post_init__(self) -> None:
         self.declared = self.format != "auto"
@@ -300,7 +305,7 @@ class _Reading:
 
     def plain(self, chunks: Iterator[bytes]) -> Iterator[Example | Finding]:
         """One document: pieces with `ends` False, then the last. Blank pieces before the first word are left out."""
-        self.format = "text"
+        self.format, self.plain_text = "text", True
         held, at, begun = "", _Place(), False
         for text in _decoded(chunks):
             if isinstance(text, bytes):
@@ -708,7 +713,7 @@ def _message(raw: object, path: Path_, fault: Fault) -> dict[str, Any] | None:
         fault(path, f"a message must be an object with role and content, and this is {_name(raw)}")
         return None
     role = raw.get("role")
-    if role not in ROLES or not isinstance(role, str):
+    if not isinstance(role, str) or role not in ROLES:
         known = "system, developer, user, assistant or tool"
         fault(
             (*path, "role"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import ceil
 
 import numpy as np
@@ -39,6 +40,8 @@ class Loader:
         self.data_rank = data_rank
         self.data_size = data_size
         self.device = torch.device(device)
+        self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffled(len(rows), seed, epoch))
+        """The order of an epoch's rows. A step needs two at most, and the next step mostly the same."""
 
     def steps(self, epochs: float) -> int:
         """Steps that `epochs` passes over the rows take; at least one."""
@@ -63,7 +66,7 @@ class Loader:
         places = np.arange(first, first + self.batch)
         return np.concatenate(
             [
-                shuffled(count, self.seed, epoch)[places[places // count == epoch] % count]
+                self._epoch(epoch)[places[places // count == epoch] % count]
                 for epoch in range(first // count, (first + self.batch - 1) // count + 1)
             ]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,7 @@ BAD_LINES = [
         chat('{"role":"user","content":"a","weight":¶1}', ASSISTANT), "messages[0].weight", "weight", id="user's weight"
     ),
     pytest.param(chat('{"role":¶"bot","content":"a"}', ASSISTANT), "messages[0].role", "bot", id="unknown role"),
+    pytest.param(chat('{"role":¶{},"content":"a"}', ASSISTANT), "messages[0].role", "{}", id="role is an object"),
     pytest.param(chat('¶{"content":"a"}', ASSISTANT), "messages[0].role", "missing", id="no role"),
     pytest.param(answer('"content":¶null'), "messages[1].content", "null", id="null without tool_calls"),
     pytest.param(chat(USER, '¶{"role":"assistant"}'), "messages[1].content", "missing", id="no content"),
@@ -128,6 +130,22 @@ def test_errors_stop_at_the_cap() -> None:
     report = validate((b"{\n" for _ in range(10**9)), name_hint="a.jsonl", max_errors=7)
 
     assert [each.line for each in report.errors] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_no_line_however_broken_makes_validation_fall_over() -> None:
+    draw = random.Random(1)
+    whole = (GOOD + "\n" + answer(CALL + '[{"function":{"name":"f","arguments":"{}"}}]') + "\n").encode()
+    for _ in range(1500):
+        broken = bytearray(whole)
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(broken))
+            broken[at : at + draw.randint(0, 3)] = bytes(draw.choices(b'{}[]",:\\\xff\x00\n 1tn', k=draw.randint(0, 3)))
+        report = judge(bytes(broken), draw.choice(["a.jsonl", "a.txt", "upload"]))
+
+        assert json.dumps(report.to_dict())
+        assert all(error.line >= 0 and (error.column or 1) >= 1 for error in report.errors)
+        if report.ok and report.format is not None:
+            assert len([each for each in examples([bytes(broken)], report.format)]) >= report.examples
 
 
 def test_a_report_says_in_json_where_the_errors_are() -> None:
@@ -233,6 +251,8 @@ def test_json_lines_are_told_by_content_whatever_the_name(name: str) -> None:
 def test_a_name_that_promises_json_makes_text_an_error() -> None:
     assert judge("hello", "a.jsonl").errors[0].line == 1
     assert judge("hello", "a.txt").format == "text"
+    assert judge("hello", "a.txt").plain_text
+    assert not judge('{"text":"hello"}', "a.txt").plain_text
     assert judge("{hello}", "a.txt").format == "text"
     assert judge("hello", "upload").format == "text"
 
