@@ -49,11 +49,19 @@ def document(app: FastAPI) -> dict[str, Any]:
     for path in page["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
+            _errors_are_json(operation["responses"])
             operation.update(_told(operation["description"]))
     schemas = page["components"]["schemas"]
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     return page
+
+
+def _errors_are_json(responses: dict[str, Any]) -> None:
+    """Also where the answer itself is bytes or text, which is the type that the generator gives to all."""
+    for status, answer in responses.items():
+        if status >= "400" and "content" in answer:
+            answer["content"] = {"application/json": next(iter(answer["content"].values()))}
 
 
 def _told(docstring: str) -> dict[str, str]:
