@@ -32,7 +32,6 @@ QUIET_SECONDS = 45.0
 """A stream that says nothing for this long, not even a heartbeat, is dead."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 """Seconds between attempts; doubled from the first to the longest."""
-CHUNK = 1024 * 1024
 
 
 class ApiError(Exception):
@@ -306,7 +305,8 @@ class Client:
         with self.http.stream("GET", url, headers=headers) as response:
             _raise_for(response)
             with part.open("ab" if response.status_code == 206 else "wb") as file:
-                for chunk in response.iter_bytes(CHUNK):
+                # As it arrives: pieces of a chosen size are held back until they are full, and lost when it breaks off.
+                for chunk in response.iter_bytes():
                     file.write(chunk)
                     report(artifact["path"], file.tell(), artifact["bytes"])
 

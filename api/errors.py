@@ -126,7 +126,7 @@ def _finding(error: Mapping[str, Any], body: object) -> dict[str, Any]:
     if kind == "json_invalid":
         reason = error.get("ctx", {}).get("error", message)
         return {"param": None, "message": f"The body is not valid JSON: {reason} at character {path[0]}."}
-    if source == "body" and not path:
+    if source == "body" and not path and kind != "value_error":
         return {"param": None, "message": "The body must be a JSON object, sent with Content-Type: application/json."}
     if kind == "extra_forbidden":
         message = "unknown field; check its spelling, or leave it out"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from api.deps import OwnerDep, ServicesDep
 from api.errors import InvalidRequest, errors
@@ -24,8 +23,15 @@ PATIENCE_SECONDS = 120.0
 """How long an answer may take: the sampler may have to load the model first."""
 MAX_TOKENS = 4096
 
-NOT_YET = ("stream", "logprobs", "top_logprobs", "echo", "suffix", "logit_bias", "tools", "response_format")
-"""Options of OpenAI's that would change the answer, so that they are refused rather than ignored."""
+
+def _left_out(value: object) -> object:
+    if value:
+        raise ValueError("this is not available here; leave it out")
+    return value
+
+
+NotYet = Annotated[Any, AfterValidator(_left_out)]
+"""An option of OpenAI's that would change the answer, so that it is refused rather than ignored."""
 
 
 class Ask(BaseModel):
@@ -45,13 +51,14 @@ class Ask(BaseModel):
     n: int = Field(1, ge=1, le=8)
     """Answers wanted."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def only_what_we_do(cls, body: Any) -> Any:
-        for name in NOT_YET if isinstance(body, Mapping) else ():
-            if body.get(name):
-                raise ValueError(f"{name!r} is not available here; leave it out")
-        return body
+    stream: NotYet = None
+    logprobs: NotYet = None
+    top_logprobs: NotYet = None
+    echo: NotYet = None
+    suffix: NotYet = None
+    logit_bias: NotYet = None
+    tools: NotYet = None
+    response_format: NotYet = None
 
     def request(self, default_tokens: int) -> dict[str, Any]:
         """What the sampler is told, the prompt aside."""

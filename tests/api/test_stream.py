@@ -1,4 +1,4 @@
-"""A job's events live: each once, in order, to however many listen, across restarts; as browsers and the SDK read it."""
+"""A job's events live: each once, in order, to however many listen, across restarts; as browsers and SDKs read it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,90 @@
+"""Models over HTTP, in OpenAI's shapes: folders found by name, results of jobs, names with slashes."""
+
+import json
+import struct
+
+import pytest
+
+from tests.api import driving
+from tests.api.test_requests import envelope
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 260,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
+EMPTY_SAFETENSORS = struct.pack("<Q", 2) + b"{}"
+MODEL = {
+    "model/config.json": json.dumps(CONFIG).encode(),
+    "model/model.safetensors": EMPTY_SAFETENSORS,
+    "model/tokenizer.json": b"{}",
+}
+
+
+@pytest.fixture
+def base(live):
+    """A folder in the models directory."""
+    folder = live.services.settings.models / "tiny-base"
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, content in MODEL.items():
+        (folder / path.partition("/")[2]).write_bytes(content)
+    return folder.name
+
+
+def test_a_folder_under_the_models_directory_is_a_model_for_everyone(live, http, base):
+    listed = http.get("/v1/models").json()
+    assert listed["object"] == "list"
+    (found,) = (model for model in listed["data"] if model["id"] == base)
+    assert (found["object"], found["owned_by"], found["job_id"]) == ("model", "trainshed", None)
+    assert isinstance(found["created"], int)
+    assert found["shape"]["hidden_size"] == 16
+    assert http.get(f"/v1/models/{base}").json() == found
+    with live.http(live.key()) as stranger:
+        assert stranger.get(f"/v1/models/{base}").status_code == 200
+
+
+def test_the_model_of_a_job_is_its_projects_alone_and_can_be_named_with_slashes(live, http, tmp_path):
+    job = driving.finished(live.services, http, tmp_path, MODEL)
+    made = http.get(f"/v1/jobs/{job}").json()["model"]
+    assert http.get(f"/v1/models/{made}").json()["job_id"] == job
+    name = f"ft:tiny/mine::{job}"
+    registered = http.post("/v1/models", json={"id": name, "source": {"job": job}})
+    assert registered.status_code == 201
+    for path in (name, name.replace("/", "%2F")):
+        assert http.get(f"/v1/models/{path}").json() == registered.json()
+    with live.http(live.key()) as stranger:
+        for model in (made, name):
+            envelope(stranger.get(f"/v1/models/{model}"), 404)
+        assert not {made, name} & {model["id"] for model in stranger.get("/v1/models").json()["data"]}
+
+
+def test_a_folder_gets_another_name(live, http, base):
+    name = f"another-{live.key()[-6:]}"
+    answer = http.post("/v1/models", json={"id": name, "source": f"dir:{base}"})
+    assert answer.status_code == 201, answer.text
+    assert http.get(f"/v1/models/{name}").json()["id"] == name
+    envelope(http.post("/v1/models", json={"id": name, "source": f"dir:{base}"}), 400)
+
+
+@pytest.mark.parametrize(
+    ("source", "status"),
+    [
+        pytest.param("dir:../../etc", 404, id="a path out of it"),
+        pytest.param("dir:nothing", 404, id="a folder that is not there"),
+        pytest.param("ftp://x", 400, id="a source of no kind"),
+        pytest.param({"job": "job-0"}, 404, id="a job that is not there"),
+        pytest.param({"job": "job-0", "x": 1}, 400, id="an unknown field"),
+        pytest.param(7, 400, id="a number"),
+    ],
+)
+def test_what_cannot_be_a_model_is_refused(http, source, status):
+    error = envelope(http.post("/v1/models", json={"id": "new", "source": source}), status)
+    assert error["param"].startswith("source")
+
+
+def test_a_base_serves_a_fine_tune(http, base):
+    file = driving.upload(http)["id"]
+    body = {"kind": "finetune", "model": {"base": base}, "data": {"train": [file]}}
+    answer = http.post("/v1/jobs", json=body)
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["run_config"]["lora"]["rank"] == 16

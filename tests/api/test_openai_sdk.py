@@ -1,0 +1,71 @@
+"""The unmodified openai client on this server: files, models, completions, and its own view of our errors."""
+
+import io
+
+import openai
+import pytest
+
+from tests.api import driving
+from tests.api.test_files import CHAT
+from tests.api.test_models import base
+
+__all__ = ["base"]
+
+
+@pytest.fixture
+def sdk(live, key):
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key=key) as client:
+        yield client
+
+
+def test_files_are_created_waited_for_listed_read_and_deleted(sdk):
+    file = sdk.files.create(file=io.BytesIO(CHAT), purpose="fine-tune")
+    assert sdk.files.wait_for_processing(file.id).status == "processed"
+    assert sdk.files.retrieve(file.id) == file
+    assert sdk.files.content(file.id).read() == CHAT
+    more = [sdk.files.create(file=("b.jsonl", CHAT), purpose="fine-tune").id for _ in range(2)]
+    assert [one.id for one in sdk.files.list(limit=1)] == [*more[::-1], file.id]
+    assert sdk.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        sdk.files.retrieve(file.id)
+
+
+def test_a_bad_file_is_a_bad_request_with_its_line(sdk):
+    with pytest.raises(openai.BadRequestError) as caught:
+        sdk.files.create(file=("chat.jsonl", CHAT + b"{\n"), purpose="fine-tune")
+    assert "line 2" in caught.value.message
+    assert (caught.value.param, caught.value.code) == ("file:2", "invalid_file")
+    assert caught.value.request_id.startswith("req-")
+
+
+def test_models_are_listed_and_retrieved(sdk, base):
+    assert base in {model.id for model in sdk.models.list()}
+    assert sdk.models.retrieve(base).owned_by == "trainshed"
+    with pytest.raises(openai.NotFoundError):
+        sdk.models.retrieve("ft:meta/llama:org::abc")
+
+
+def test_a_completion_without_a_sampler_is_an_error_that_may_pass(sdk, base):
+    with pytest.raises(openai.InternalServerError) as caught:
+        sdk.with_options(max_retries=0).completions.create(model=base, prompt="a")
+    assert caught.value.code == "unavailable"
+
+
+def test_a_wrong_key_is_an_authentication_error(live):
+    wrong = openai.OpenAI(base_url=f"{live.url}/v1", api_key="wrong")
+    with wrong as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_a_conflict_that_stays_one_is_not_tried_again(live, sdk, http, tmp_path):
+    job = driving.finished(live.services, http, tmp_path)
+    with pytest.raises(openai.ConflictError) as caught:
+        sdk.post(f"/jobs/{job}/cancel", cast_to=object)
+    assert caught.value.response.request.headers["x-stainless-retry-count"] == "0"
+
+
+def test_native_routes_are_within_its_reach(live, sdk, http):
+    job = driving.submit(http)["id"]
+    driving.run(live.services, job)
+    metrics = sdk.get(f"/jobs/{job}/metrics", cast_to=object, options={"params": {"names": "loss"}})
+    assert len(metrics["series"]["loss"]) == 4
