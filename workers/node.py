@@ -21,7 +21,7 @@ from core.models import Job
 from core.queue import CONTROL, node_queue
 from core.services import Services
 from core.settings import Settings
-from core.states import HELD, JobState
+from core.states import HELD
 from workers import hardware, tidy
 from workers.children import Child
 from workers.orders import Orders, obey_signals
@@ -127,11 +127,14 @@ class Node:
         log.info("node is down", node=self.name)
 
     def end_supervisors(self) -> None:
-        """Ask this host's supervisors to save and requeue; kill those that take too long, as their leases will tell."""
+        """Ask this host's supervisors to save and requeue; kill those that take too long, as their leases will tell.
+
+        Whoever tells the node to end a second time does not want to wait for that.
+        """
         deadline = monotonic() + self.settings.stop_grace_seconds + DRAIN_MARGIN_SECONDS
         asked: set[psutil.Process] = set()
         while left := {process for process in asked | self.supervisors() if lives(process)}:
-            late = monotonic() > deadline
+            late = monotonic() > deadline or self.orders.times > 1
             for process in left if late else left - asked:
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
@@ -164,7 +167,7 @@ class Node:
             with self.services.db.session() as session:
                 for job in jobs.unclaimed(session):
                     if job.node == self.name:
-                        jobs.move(session, job.id, JobState.QUEUED, message=f"{self.name} went down before it started")
+                        jobs.unplace(session, job.id, reason=f"{self.name} went down before it started")
         except (SQLAlchemyError, DomainError) as error:
             log.warning("jobs not given back", error=str(error))
 

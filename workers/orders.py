@@ -16,6 +16,8 @@ class Orders:
         self._inbox: SimpleQueue[Wish | None] = SimpleQueue()
         self.wish: Wish | None = None
         """The greatest wish that `wait` has read."""
+        self.times = 0
+        """How many wishes it has read, repetitions among them."""
 
     def give(self, wish: Wish) -> None:
         self._inbox.put(wish)
@@ -37,6 +39,7 @@ class Orders:
     def _take(self, wish: Wish | None) -> None:
         if wish is not None:
             self.wish = wish if self.wish is None else max(self.wish, wish)
+            self.times += 1
 
 
 def obey_signals(orders: Orders) -> None:
