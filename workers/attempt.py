@@ -18,7 +18,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from core import artifacts, checkpoints, jobs
+from core import artifacts, checkpoints, joblogs, jobs
 from core.errors import InvalidMove
 from core.failures import failure
 from core.models import Job, Node, Slot
@@ -43,6 +43,8 @@ LOOK_SECONDS = 0.1
 """How often the gang and its growing files are looked at."""
 LINGER = timedelta(seconds=10)
 """How long a gang may take to end after its last event, or a killed one to disappear."""
+KEEP_LOGS_SECONDS = 60.0
+"""Least time between two uploads of the logs of a running attempt."""
 RETRY_SECONDS = 0.5
 """Pause after a write that the database did not answer."""
 
@@ -83,6 +85,8 @@ class Attempt:
         """The newest numbers, to go with a checkpoint."""
         self.asides: SimpleQueue[Log] = SimpleQueue()
         """What other threads want the user to know."""
+        self.keep_logs_at = 0.0
+        """On the monotonic clock. The publisher's thread alone reads and writes it."""
         self.publisher = Publisher(
             self.run_dir / "outbox", keep=self.config.training.keep_checkpoints, publish=self.publish, failed=self.tell
         )
@@ -221,6 +225,10 @@ class Attempt:
             self.services, self.job.id, fence=self.fence, step=saved.step, folder=saved.folder, metrics=saved.metrics
         )
         checkpoints.prune(self.services, self.job.id, keep=self.config.training.keep_checkpoints)
+        # Readers on another host see a running attempt's logs as far as these.
+        if monotonic() >= self.keep_logs_at:
+            joblogs.keep(self.services.storage, self.job.id, self.fence, self.run_dir / "logs")
+            self.keep_logs_at = monotonic() + KEEP_LOGS_SECONDS
 
     def tell(self, saved: Saved, error: Exception) -> None:
         """Say that a checkpoint could not be published. In the publisher's thread."""
