@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from core import nodes, schema
-from core.models import File, Job, Project, Slot, new_id
+from core.models import new_id
 from core.services import Services
 from core.settings import Settings
 from core.states import JobState
-from engine.config import Data, ModelShape, RunConfig, TokenizerSource, Training
+from engine.config import Training
+from tests import make
 from workers.launcher import LocalLauncher
 
 FAKE_ENGINE = Path(__file__).parents[1] / "fakes" / "engine.py"
 
-SHAPE = ModelShape(
-    num_layers=1, hidden_size=8, num_heads=2, num_kv_heads=2, head_dim=4, ffn_hidden_size=16, max_seq_len=16,
-    vocab_size=260,
-)  # fmt: skip
-
 
 @pytest.fixture
-def services(tmp_path: Path) -> Iterator[Services]:
+def services(tmp_path: Path, new_sqlite: Callable[[Path], str]) -> Iterator[Services]:
     settings = Settings(
         data_dir=tmp_path / "shed",
         redis_url=f"unix://{tmp_path}/nobody.sock",
@@ -36,11 +31,10 @@ def services(tmp_path: Path) -> Iterator[Services]:
         node_name="here",
     )
     settings.data_dir.mkdir()
-    schema.upgrade(settings.database)
+    new_sqlite(settings.data_dir)
     with Services(settings) as services:
         with services.db.session() as session:
-            session.add(Project(id="proj-1", name="tests"))
-            nodes.register(session, "here", device="cpu", num_slots=2)
+            make.node(session, "here", num_slots=2)
         yield services
 
 
@@ -49,35 +43,19 @@ def fake_engine(*options: str) -> LocalLauncher:
     return LocalLauncher((sys.executable, str(FAKE_ENGINE), *options))
 
 
-def place_job(services: Services, *, steps: int = 20, checkpoint_every: int | None = 5, **values: Any) -> str:
+def place_job(services: Services, *, steps: int = 20, checkpoint_every: int | None = 5, **columns: Any) -> str:
     """A job with one training file, placed on this node and not yet claimed; its id."""
-    file_id, job_id = new_id("file"), new_id("job")
-    services.storage.put_bytes(f"files/{file_id}", b'{"text": "a line"}\n')
-    run = RunConfig(
-        model=SHAPE,
-        tokenizer=TokenizerSource(type="bytes"),
-        objective="pretrain",
-        data=Data(train=(Path("data/train-0.jsonl"),), format="text", seq_len=16),
-        training=Training(steps=steps, checkpoint_every=checkpoint_every, global_batch=1, micro_batch=1, lr=0.1),
-    )
-    spec = {"kind": "pretrain", "model": {"preset": "llama-15m"}, "data": {"train": [file_id]}}
+    file_id = new_id("file")
+    services.storage.put_bytes(f"files/{file_id}", b"a line\n")
+    training = Training(steps=steps, checkpoint_every=checkpoint_every, global_batch=1, micro_batch=1, lr=0.1)
+    asked: dict[str, Any] = {
+        "state": JobState.STARTING,
+        "attempt": 0,
+        "holder": None,
+        "node": "here",
+        "spec": make.spec(data={"train": [file_id]}).model_dump(mode="json", by_alias=True, exclude_unset=True),
+        "run_config": make.run_config(training=training).model_dump(mode="json"),
+    }
     with services.db.session() as session:
-        session.add(
-            File(
-                id=file_id, project_id="proj-1", filename="text.jsonl", purpose="fine-tune", bytes=19, sha256="0" * 64,
-                storage_key=f"files/{file_id}", report={},
-            )
-        )  # fmt: skip
-        session.add(
-            Job(
-                **{
-                    "id": job_id, "project_id": "proj-1", "kind": "pretrain", "spec": spec, "plan": {}, "slots": 1,
-                    "run_config": run.model_dump(mode="json"), "state": JobState.STARTING, "node": "here", **values,
-                }
-            )
-        )  # fmt: skip
-        session.flush()
-        slot = session.get(Slot, ("here", 0))
-        assert slot is not None
-        slot.job_id = job_id
-    return job_id
+        make.file(session, file_id)
+        return make.job(session, **asked | columns).id

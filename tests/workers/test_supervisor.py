@@ -178,7 +178,7 @@ def test_cancelling_ends_a_run(services: Services, options: tuple[str, ...]) -> 
 
 
 def test_pausing_saves_and_resuming_continues(services: Services) -> None:
-    job_id = place_job(services, steps=60, checkpoint_every=None)
+    job_id = place_job(services, steps=600, checkpoint_every=None)
     running = Running(services, job_id, fake_engine("--step-seconds", "0.02"))
     running.until(lambda job: job.last_step > 3)
 
@@ -194,10 +194,10 @@ def test_pausing_saves_and_resuming_continues(services: Services) -> None:
     with services.db.session() as session:
         jobs.move(session, job_id, JobState.QUEUED)
     place_again(services, job_id)
-    supervised(services, job_id, fake_engine())
+    supervised(services, job_id, fake_engine("--step-seconds", "0"))
 
     assert job_of(services, job_id).state is JobState.SUCCEEDED
-    assert steps_of(services, job_id) == list(range(1, 61))
+    assert steps_of(services, job_id) == list(range(1, 601))
 
 
 def test_a_host_that_goes_down_hands_the_job_back_unharmed(services: Services) -> None:
