@@ -39,6 +39,8 @@ EPILOG = (
     "Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 the server refused, 4 no server answers, "
     "5 the job was cancelled, 6 a download is damaged."
 )
+PATIENCE_SECONDS = 30.0
+"""How long reads are tried again while the server is away."""
 DEFAULT_URL = "http://127.0.0.1:8642"
 FILE_ID = re.compile(r"file-[A-Za-z0-9]+")
 
@@ -77,7 +79,7 @@ def client(context: typer.Context) -> Iterator[Client]:
     if not at.key:
         fail("No key: set TRAINSHED_API_KEY, or give --key. `trainshed serve` shows the first one.", Exit.USAGE)
     try:
-        with Client(at.url, at.key) as made:
+        with Client(at.url, at.key, patience=PATIENCE_SECONDS) as made:
             yield made
     except ApiError as error:
         where = f" [{error.param}]" if error.param and error.param not in str(error) else ""
@@ -131,6 +133,7 @@ def serve(
 
     from api.serve import Refused
     from api.serve import serve as run
+    from core.errors import Unavailable
     from core.settings import Settings
 
     given: dict[str, Any] = {"data_dir": data_dir, "host": host, "port": port}
@@ -140,7 +143,7 @@ def serve(
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         fail(f"A setting can't be used: {wrong}", Exit.USAGE)
-    except Refused as error:
+    except (Refused, Unavailable) as error:
         fail(str(error), Exit.USAGE)
 
 
@@ -196,9 +199,24 @@ def submit(
             stay(trainshed, job, as_json=as_json)
 
 
+class SpecLoader(yaml.SafeLoader):
+    """YAML as its version 1.2 reads numbers: `3e-4` is one. PyYAML follows 1.1, which wants `3.0e-4`."""
+
+
+SpecLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)[eE][-+]?[0-9]+"),
+    list("-+.0123456789"),
+)
+
+
 def read_spec(file: Path) -> Json:
     try:
-        spec = yaml.safe_load(file.read_text()) if file.suffix in {".yaml", ".yml"} else json.loads(file.read_text())
+        spec = (
+            yaml.load(file.read_text(), SpecLoader)
+            if file.suffix in {".yaml", ".yml"}
+            else json.loads(file.read_text())
+        )
     except (yaml.YAMLError, ValueError) as error:
         fail(f"{file} can't be read: {error}", Exit.USAGE)
     if not isinstance(spec, dict):

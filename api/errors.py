@@ -106,10 +106,9 @@ def http_error(error: HTTPException) -> JSONResponse:
 
 
 def validation_error(found: Sequence[Mapping[str, Any]], body: object) -> JSONResponse:
-    """A request that does not fit its types. The finding that lies deepest leads: it is the most exact one."""
+    """A request that does not fit its types."""
     findings = [_finding(error, body) for error in found]
-    # A union reports each of its branches; what it says of an inner field is nearer the mistake than of the whole.
-    first = max(findings, key=lambda finding: (finding["param"] or "").count("."))
+    first = max(zip(found, findings, strict=True), key=_tells_most)[1]
     detail = ErrorDetail(
         message=f"{first['param']}: {first['message']}" if first["param"] else first["message"],
         type=InvalidRequest.type,
@@ -118,6 +117,12 @@ def validation_error(found: Sequence[Mapping[str, Any]], body: object) -> JSONRe
         errors=findings[:MAX_FINDINGS] if len(findings) > 1 else None,
     )
     return respond(InvalidRequest.status, detail)
+
+
+def _tells_most(pair: tuple[Mapping[str, Any], dict[str, Any]]) -> tuple[int, bool]:
+    """A union reports each of its branches: the deepest is nearest the mistake. A misspelt field is a missing one too."""
+    error, finding = pair
+    return (finding["param"] or "").count("."), error["type"] == "extra_forbidden"
 
 
 def _finding(error: Mapping[str, Any], body: object) -> dict[str, Any]:
