@@ -1,0 +1,1 @@
+"""Drills on the running service: what is killed, stopped or drained, and what becomes of the job."""
