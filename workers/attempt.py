@@ -107,7 +107,7 @@ class Attempt:
         self.lease.release()
         log.info("attempt concluded", action=outcome.action.value, reason=outcome.reason)
         if outcome.action is not Action.ABANDON:
-            tidy.tidy_job(self.services, self.job.id)
+            self.tidy()
         return outcome
 
     # The road
@@ -246,15 +246,23 @@ class Attempt:
         """Make it so in the row; what it became in the end, as a wish may have come first, or another attempt."""
         while outcome.action is not Action.ABANDON:
             try:
-                with self.services.db.session() as session:
-                    self.settle(session, outcome)
-                return outcome
-            except InvalidMove as error:
-                outcome = self.reconsider(error)
+                final = self.settled(outcome)
+                if final is outcome:
+                    return final
+                outcome = final
             except SQLAlchemyError as error:
                 log.warning("end not written yet", error=str(error))
                 if self.orders.wait(RETRY_SECONDS) is Wish.LOST:
                     return WISHED[Wish.LOST]
+        return outcome
+
+    def settled(self, outcome: Outcome) -> Outcome:
+        """The outcome, when the row has it; else what it has to be instead."""
+        try:
+            with self.services.db.session() as session:
+                self.settle(session, outcome)
+        except InvalidMove as refusal:
+            return self.reconsider(refusal)
         return outcome
 
     def settle(self, session: Session, outcome: Outcome) -> None:
@@ -283,6 +291,13 @@ class Attempt:
         if job.state is JobState.CANCELLING:
             return WISHED[Wish.CANCEL]
         raise refusal
+
+    def tidy(self) -> None:
+        """Clear away what the attempt left on this disk. The node does it later where this can't."""
+        try:
+            tidy.tidy_job(self.services, self.job.id)
+        except Exception:  # the job has ended as it should; whatever storage or disk may raise does not change that
+            log.warning("run directory left behind", exc_info=True)
 
     def meanwhile(self, work: Callable[[], T], *, unless: frozenset[Wish]) -> T:
         """The result of `work`, done in a thread; leaves it and raises Interrupted as soon as such a wish comes."""
