@@ -53,10 +53,11 @@ class Publisher:
         # The engine keeps its newest few only; a second name for each file keeps the bytes until they are uploaded.
         linked = self._outbox / folder.name
         try:
-            shutil.copytree(folder, linked, copy_function=os.link)
-        except (FileNotFoundError, shutil.Error) as error:
+            shutil.copytree(folder, linked, copy_function=_link)
+        except OSError as error:
+            # Mostly because it is gone already, and a newer one is there.
             shutil.rmtree(linked, ignore_errors=True)
-            log.warning("checkpoint gone before its upload", step=step, error=str(error))
+            log.warning("checkpoint not taken for its upload", step=step, error=str(error))
             return
         with self._changed:
             self._waiting.append(Saved(step, linked, metrics))
@@ -97,3 +98,13 @@ class Publisher:
                 return None
             self._busy = True
             return self._waiting.popleft()
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        # Not every file system has second names.
+        shutil.copyfile(source, target)

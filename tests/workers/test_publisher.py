@@ -103,3 +103,16 @@ def test_one_that_fails_is_told_and_does_not_stop_the_next(
 
     assert storage.failed == [(1, "no")]
     assert storage.got == [(2, "of step 2")]
+
+
+def test_a_disk_without_second_names_gets_copies(
+    tmp_path: Path, storage: Storage, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise PermissionError(1, "Operation not permitted", source)
+
+    monkeypatch.setattr("os.link", refuse)
+    publisher.add(1, saved(tmp_path, 1), {})
+    publisher.flush()
+
+    assert storage.got == [(1, "of step 1")]
