@@ -138,12 +138,6 @@ def find(session: Session, job_id: str) -> Job:
     return job
 
 
-def count_by_state(session: Session) -> dict[JobState, int]:
-    """How many jobs there are in each state, of all projects."""
-    counts = session.execute(select(Job.state, func.count()).group_by(Job.state))
-    return {state: count for state, count in counts}
-
-
 def page(
     session: Session,
     owner: Account,
@@ -260,6 +254,14 @@ def place(session: Session, job_id: str, node: str, slots: Collection[int], *, c
     assert len(taken) == len(slots), f"slots {sorted(slots)} of {node} are not free"
     hints.start(session, job_id, node)
     return job
+
+
+def unplace(session: Session, job_id: str, *, reason: str) -> Job | None:
+    """Queue a placed job that nobody has claimed. No loss, no wait; None if somebody has claimed it meanwhile."""
+    try:
+        return _move(session, job_id, S.QUEUED, [Job.state == S.STARTING, Job.holder.is_(None)], message=reason)
+    except InvalidMove:
+        return None
 
 
 def _move(

@@ -296,6 +296,16 @@ def test_a_start_that_nobody_claims_goes_back_and_is_no_loss(session: Session) -
     assert held_slots(session) == [None]
 
 
+def test_a_start_can_be_taken_back_until_it_is_claimed(session: Session) -> None:
+    make.node(session, num_slots=2)
+    placed, claimed = make.job(session, state=S.STARTING, holder=None), make.job(session, state=S.STARTING)
+    unplaced = jobs.unplace(session, placed.id, reason="node-1 goes down")
+    assert unplaced is not None
+    assert (unplaced.state, unplaced.node, unplaced.losses) == (S.QUEUED, None, 0)
+    assert jobs.unplace(session, claimed.id, reason="node-1 goes down") is None
+    assert held_slots(session) == [None, claimed.id]
+
+
 # Asking
 
 
@@ -436,10 +446,9 @@ def test_jobs_are_found_by_state_kind_and_labels(session: Session, owner: Accoun
     assert found() == {red.id, blue.id}
 
 
-def test_counts_and_owned_tell_what_is_there(session: Session, owner: Account) -> None:
+def test_of_many_jobs_those_of_a_project_are_told_apart(session: Session, owner: Account) -> None:
     make.project(session, "proj-other")
     ours, theirs = make.job(session), make.job(session, project_id="proj-other", state=S.PAUSED)
-    assert jobs.count_by_state(session) == {S.QUEUED: 1, S.PAUSED: 1}
     assert jobs.owned(session, owner, {ours.id, theirs.id, "job-nobody"}) == {ours.id}
 
 
