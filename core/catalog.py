@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sqlalchemy import Select, or_, select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from core.errors import InvalidModel, InvalidSpec, NotFound
@@ -61,22 +62,22 @@ def facts(session: Session, owner: Account, name: str, *, models: Path, param: s
             model.shape = inspect(folder).model_dump(mode="json")
     except (NotFound, InvalidModel) as error:
         raise type(error)(error.message, param=param) from error
-    session.add(model)
+    if model not in session and not _insert(session, model):
+        # Somebody else's job wanted the same folder at this moment.
+        model = get(session, owner, name, models=models)
     session.flush()
     return BaseFacts(name=model.id, shape=ModelShape.model_validate(model.shape))
 
 
 def register(session: Session, owner: Account, name: str, source: str | Mapping[str, str], *, models: Path) -> Model:
     """Give a model a name: a folder beneath the models directory, for everyone, or a job's result, for the project."""
-    if session.get(Model, name) is not None:
-        raise InvalidSpec(f"The name {name!r} is taken; choose another.", param="id")
     if isinstance(source, str):
         owner.require("admin")
         model = _named_folder(name, source, models)
     else:
         model = _named_result(session, owner, name, source["job"])
-    session.add(model)
-    session.flush()
+    if session.get(Model, name) is not None or not _insert(session, model):
+        raise InvalidSpec(f"The name {name!r} is taken; choose another.", param="id")
     return model
 
 
@@ -121,6 +122,17 @@ def inspect(folder: Path) -> ModelShape:
     for path in _weights(folder):
         _check_length(path)
     return shape
+
+
+def _insert(session: Session, model: Model) -> bool:
+    """Add a model; False where the name is taken."""
+    try:
+        with session.begin_nested():
+            session.add(model)
+            session.flush()
+    except IntegrityError:
+        return False
+    return True
 
 
 def _visible(owner: Account) -> Select[Model]:

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from core import paging
 from core.db import Database, after_commit
-from core.errors import FileTooLarge, InUse, InvalidFile, InvalidSpec, NotFound
+from core.errors import FileTooLarge, InUse, InvalidFile, InvalidRequest, NotFound
 from core.keys import Account
 from core.models import File, Job, new_id
 from core.paging import Order, Page
@@ -69,7 +69,7 @@ def create(
     It has a transaction of its own, at the end: none is open while bytes come in.
     """
     if purpose not in PURPOSES:
-        raise InvalidSpec(
+        raise InvalidRequest(
             f"There is no purpose {purpose!r}; use fine-tune or pretrain for training data.", param="purpose"
         )
     with tempfile.TemporaryFile(prefix="trainshed-upload-") as spool:

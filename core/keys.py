@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
-from core.errors import Forbidden, InvalidKey, InvalidSpec, NotFound
+from core.db import lock
+from core.errors import Forbidden, InvalidKey, InvalidRequest, NotFound
 from core.models import ApiKey, Project, database_now
 
 SCOPES = ("read", "submit", "admin")
@@ -44,9 +45,9 @@ def create(
 ) -> tuple[ApiKey, str]:
     """A new key and its secret, which can't be had again."""
     if unknown := sorted(set(scopes) - set(SCOPES)):
-        raise InvalidSpec(f"There is no scope {unknown[0]!r}; there are {', '.join(SCOPES)}.", param="scopes")
+        raise InvalidRequest(f"There is no scope {unknown[0]!r}; there are {', '.join(SCOPES)}.", param="scopes")
     if not scopes:
-        raise InvalidSpec(f"A key needs at least one scope of {', '.join(SCOPES)}.", param="scopes")
+        raise InvalidRequest(f"A key needs at least one scope of {', '.join(SCOPES)}.", param="scopes")
     number = secrets.token_hex(12)
     secret = f"ts_{number}_{secrets.token_urlsafe(32)}"
     key = ApiKey(
@@ -117,6 +118,8 @@ def ensure_admin(session: Session, admin_key: str | None) -> str | None:
 
     Returns the new secret when it made one, to be shown once. A changed `admin_key` replaces the one named before.
     """
+    # Several processes may start at once.
+    lock(session, "first key")
     if session.get(Project, DEFAULT_PROJECT) is None:
         session.add(Project(id=DEFAULT_PROJECT, name="default"))
         session.flush()

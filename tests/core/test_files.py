@@ -11,7 +11,7 @@ from sqlalchemy import select
 
 from core import files
 from core.db import Database
-from core.errors import FileTooLarge, InUse, InvalidFile, InvalidSpec, NotFound
+from core.errors import FileTooLarge, InUse, InvalidFile, InvalidRequest, NotFound
 from core.keys import Account
 from core.models import File
 from core.states import JobState
@@ -141,7 +141,7 @@ def test_an_evil_name_writes_nothing_outside(database: Database, storage: Storag
 
 
 def test_an_unknown_purpose_is_refused(database: Database, storage: Storage, owner: Account) -> None:
-    with pytest.raises(InvalidSpec, match="fine-tune or pretrain"):
+    with pytest.raises(InvalidRequest, match="fine-tune or pretrain"):
         upload(database, storage, owner, CHAT, purpose="fun")
 
 

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy.orm import Session
 
 from core import keys
-from core.errors import Forbidden, InvalidKey, InvalidSpec, NotFound
+from core.errors import Forbidden, InvalidKey, InvalidRequest, NotFound
 from core.keys import DEFAULT_PROJECT, Account
 from core.models import ApiKey
 from tests import make
@@ -92,7 +92,7 @@ def test_a_scope_includes_the_lesser_ones(has: str, needs: str, may: bool) -> No
 
 @pytest.mark.parametrize("scopes", [[], ["root"]], ids=["none", "unknown"])
 def test_a_key_needs_scopes_that_exist(session: Session, scopes: list[str]) -> None:
-    with pytest.raises(InvalidSpec, match="read, submit, admin"):
+    with pytest.raises(InvalidRequest, match="read, submit, admin"):
         keys.create(session, DEFAULT_PROJECT, name="ci", scopes=scopes)
 
 

@@ -12,15 +12,16 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core import events, files, jobs, metrics, scheduler
+from core import events, files, jobs, keys, metrics, scheduler
 from core.db import Database
 from core.errors import InvalidMove
 from core.keys import Account
-from core.models import Job, JobEvent, Slot
+from core.models import ApiKey, Job, JobEvent, Slot
 from core.settings import Settings
 from core.states import JobState
 from core.storage import Storage
 from tests import make
+from tests.core.test_catalog import folder
 from tests.fakes.hints import Heard
 
 S = JobState
@@ -160,6 +161,22 @@ def test_creates_at_once_that_are_the_same_make_one_job(
     with database.reading() as session:
         assert len(session.scalars(select(Job)).all()) == 1
         assert len(session.scalars(select(JobEvent)).all()) == 1
+
+
+def test_jobs_that_want_a_new_base_at_once_both_get_it(database: Database, owner: Account, settings: Settings) -> None:
+    folder(settings.models)
+    with database.session() as session:
+        make.file(session)
+    spec = make.spec(kind="finetune", model={"base": "tiny"}, method={"type": "full"}, data={"train": [make.FILE_ID]})
+    made = at_once(database, *[lambda session: jobs.create(session, owner, spec, settings=settings).base_model] * 3)
+    assert made == ["tiny"] * 3
+
+
+def test_processes_that_start_at_once_make_one_first_key(database: Database) -> None:
+    with database.session() as session:
+        session.query(ApiKey).delete()
+    made = at_once(database, *[lambda session: keys.ensure_admin(session, None)] * 3)
+    assert len([secret for secret in made if secret is not None]) == 1
 
 
 def test_a_file_that_a_new_job_needs_is_not_deleted_under_it(

@@ -188,6 +188,13 @@ REFUSALS: list[Any] = [
     pytest.param(SCRATCH, {"parallel": {"tensor": 3}}, "parallel.tensor", "num_heads=4; try 1", id="heads"),
     pytest.param(FINETUNE, {"parallel": {"tensor": 4}}, "parallel.tensor", "num_kv_heads=2; try 2", id="kv heads"),
     pytest.param(
+        SCRATCH,
+        {"parallel": {"tensor": 4}, "model": SCRATCH["model"] | {"num_heads": 2, "ffn_hidden_size": 33}},
+        "parallel.tensor",
+        "num_heads=2; try 1",
+        id="heads and width together",
+    ),
+    pytest.param(
         SCRATCH, {"parallel": {"tensor": 4, "data": 2}}, "parallel", "needs 8 slots; the largest node has 4", id="ranks"
     ),
     pytest.param(
