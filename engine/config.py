@@ -1,4 +1,4 @@
-"""What a run is, with every number explicit. The service resolves a user's wishes to this; the trainer reads nothing else."""
+"""What a run is, with every number explicit. The service resolves wishes to this; the trainer reads nothing else."""
 
 from __future__ import annotations
 
@@ -75,12 +75,11 @@ class Parallel(Part):
 
     def check(self, shape: ModelShape, *, seq_len: int) -> None:
         """Raise ValueError, saying what would work, where `shape` can't be split this way."""
-        for name in ("num_heads", "num_kv_heads", "ffn_hidden_size"):
-            size = getattr(shape, name)
+        shared = {name: getattr(shape, name) for name in ("num_heads", "num_kv_heads", "ffn_hidden_size")}
+        for name, size in shared.items():
             if size % self.tensor:
-                raise ValueError(
-                    f"parallel.tensor={self.tensor} must divide {name}={size}; try {gcd(size, self.tensor)}"
-                )
+                fits = gcd(self.tensor, *shared.values())
+                raise ValueError(f"parallel.tensor={self.tensor} must divide {name}={size}; try {fits}")
         if self.sequence and seq_len % self.tensor:
             raise ValueError(
                 f"parallel.sequence splits seq_len={seq_len} over tensor={self.tensor} ranks, which must divide it; "
