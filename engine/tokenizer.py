@@ -23,7 +23,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Encoding, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 END_OF_TEXT = "<|endoftext|>"
@@ -273,15 +273,23 @@ class Tokenizer:
 
     def encode(self, text: str, *, follows: bool = False) -> list[int]:
         """The ids of `text`; what looks like a control token is text too. `follows`: it goes on after other text."""
-        if not follows or not text:
-            return self._checked(self._marking.encode(text, add_special_tokens=False).ids)
+        return next(self.encode_all([(text, follows)]))
+
+    def encode_all(self, pieces: Sequence[tuple[str, bool]]) -> Iterator[list[int]]:
+        """As `encode` of each text and whether it follows other text, on all cores."""
         # Some vocabularies put a space before whatever comes first: a line end goes first, and its tokens go away.
-        encoding = self._marking.encode("\n" + text, add_special_tokens=False)
-        first = next((at for at, (_, end) in enumerate(encoding.offsets) if end > 1), len(encoding.ids))
-        if first < len(encoding.ids) and encoding.offsets[first][0] < 1:
+        texts = ["\n" + text if follows and text else text for text, follows in pieces]
+        encodings = self._marking.encode_batch(texts, add_special_tokens=False)
+        for (text, follows), encoding in zip(pieces, encodings, strict=True):
+            yield self._checked(self._after_line_end(text, encoding) if follows and text else encoding.ids)
+
+    def _after_line_end(self, text: str, encoding: Encoding) -> list[int]:
+        offsets = encoding.offsets
+        first = next((at for at, (_, end) in enumerate(offsets) if end > 1), len(offsets))
+        if first < len(offsets) and offsets[first][0] < 1:
             # The line end grew together with the text: a control token keeps it apart.
-            return self._checked(self._marking.encode(self._alias[-1] + text, add_special_tokens=False).ids[1:])
-        return self._checked(encoding.ids[first:])
+            return self._marking.encode(self._barrier + text, add_special_tokens=False).ids[1:]
+        return encoding.ids[first:]
 
     def prompt(self, text: str) -> list[int]:
         """The ids that ask a model to go on with `text`."""
@@ -413,8 +421,7 @@ class Tokenizer:
         # The character that tells aliases apart comes first: two of them have no common beginning.
         self._alias_of = {text: chr(_FIRST_ALIAS + place) + _NONCE for place, text in enumerate(texts)}
         self._text_of = {alias: text for text, alias in self._alias_of.items()}
-        barrier = chr(_FIRST_ALIAS + len(texts)) + _NONCE
-        self._alias = [*self._text_of, barrier]
+        self._barrier = chr(_FIRST_ALIAS + len(texts)) + _NONCE
         self._control = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         self._aliases = re.compile("|".join(map(re.escape, self._text_of)) or r"(?!)")
         flags = self.backend.get_added_tokens_decoder()
@@ -434,7 +441,7 @@ class Tokenizer:
                 )
                 for alias, text in self._text_of.items()
             ]
-            + [AddedToken(barrier, normalized=False, special=False)]
+            + [AddedToken(self._barrier, normalized=False, special=False)]
         )
         vocab = backend.get_vocab(with_added_tokens=True)
         self._unaliased = {vocab[alias]: self.specials[text] for alias, text in self._text_of.items()}

@@ -40,7 +40,7 @@ MAX_LINE_BYTES = 16 * 2**20
 MAX_ERRORS = 100
 """Errors that one report holds; validation stops there."""
 MAX_WARNINGS = 100
-PIECE_CHARACTERS = 2**18
+PIECE_CHARACTERS = 2**16
 """Plain text is handed on in pieces of about this length."""
 READ_BYTES = 2**20
 

@@ -35,6 +35,7 @@ MAX_LINES = 20
 """Lines that a note names."""
 _HELD_OUT = 0x7661  # keeps the draw of held-out rows apart from the shuffling of epochs
 _SEGMENTS_AT_ONCE = 4096
+_BATCH_CHARACTERS = 2**20
 
 
 @dataclass(frozen=True)
@@ -240,21 +241,34 @@ class _Work:
     def _documents(self, source: _Source, store: Store, done: _Tokenized) -> Iterator[tuple[tuple[int, int, int], int]]:
         """Write each document, in pieces as they come; yields its start, file and line, and its length."""
         start, begun, origin, count = 0, False, (0, 0), 0
-        for file, piece in source:
-            assert isinstance(piece, Text)
+        for file, piece, ids in self._encoded_pieces(source):
             if not begun:
                 start, origin = store.length, (file, piece.line)
                 store.append(self.tokenizer.start_ids)
-            try:
-                store.append(self.tokenizer.encode(piece.text, follows=begun))
-            except ValueError as unfit:
-                raise InvalidData([source.named(file, Finding(piece.line, str(unfit)))]) from unfit
+            store.append(ids)
             begun = not piece.ends
             if piece.ends:
                 store.append([self.tokenizer.eos_id] if self.tokenizer.eos_id is not None else [])
                 count += 1
                 done.counts = Counts(examples=count, kept=count)
                 yield (start, *origin), store.length - start
+
+    def _encoded_pieces(self, source: _Source) -> Iterator[tuple[int, Text, list[int]]]:
+        """The pieces with their ids, tokenised some at a time so that every core has work."""
+        begun = False
+        for some in _batches(source):
+            pieces: list[tuple[int, Text, bool]] = []
+            for file, piece in some:
+                assert isinstance(piece, Text)
+                pieces.append((file, piece, begun))
+                begun = not piece.ends
+            encoded = self.tokenizer.encode_all([(piece.text, follows) for _, piece, follows in pieces])
+            for file, piece, _ in pieces:
+                try:
+                    ids = next(encoded)
+                except ValueError as unfit:
+                    raise InvalidData([source.named(file, Finding(piece.line, str(unfit)))]) from unfit
+                yield file, piece, ids
 
     # ---- Chat and completion: examples, each whole in one row ----
 
@@ -359,6 +373,20 @@ class _Source:
         if len(self.files) == 1:
             return finding
         return replace(finding, message=f"{self.files[file].name}: {finding.message}")
+
+
+def _batches(source: _Source) -> Iterator[list[tuple[int, Example]]]:
+    """The examples, so many at a time that they have about `_BATCH_CHARACTERS`."""
+    batch: list[tuple[int, Example]] = []
+    characters = 0
+    for file, example in source:
+        batch.append((file, example))
+        characters += example.characters
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def _texts(data: Data, run_dir: Path, report: Report) -> Iterator[str]:
