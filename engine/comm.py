@@ -22,8 +22,8 @@ from torch import Tensor
 from engine.mesh import Mesh
 
 # torch 2.13 renamed both; 2.11 knows the old names only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def start_gather_tokens(x_BSD: Tensor, axis: TensorAxis) -> Pending:
         return Pending(None, lambda: x_BSD)
     rows, tokens, *features = x_BSD.shape
     parts = x_BSD.new_empty(axis.size, rows, tokens, *features)
-    work = _all_gather(parts.flatten(0, 1), x_BSD.contiguous(), group=axis.group, async_op=True)
+    work = all_gather_flat(parts.flatten(0, 1), x_BSD.contiguous(), group=axis.group, async_op=True)
     # Ranks are the slow dim of what arrives; with one row this is already the order of tokens and costs no copy.
     return Pending(work, lambda: parts.transpose(0, 1).reshape(rows, axis.size * tokens, *features))
 
@@ -94,7 +94,7 @@ def start_sum_parts(x_BTD: Tensor, axis: TensorAxis) -> Pending:
     rows, tokens, *features = x_BTD.shape
     parts = x_BTD.reshape(rows, axis.size, tokens // axis.size, *features).transpose(0, 1).contiguous()
     mine = parts.new_empty(parts.shape[1:])
-    work = _reduce_scatter(mine, parts.flatten(0, 1), group=axis.group, async_op=True)
+    work = reduce_scatter_flat(mine, parts.flatten(0, 1), group=axis.group, async_op=True)
     return Pending(work, lambda: mine)
 
 
@@ -154,5 +154,5 @@ def gather_dim(x: Tensor, dim: int, axis: TensorAxis) -> Tensor:
     if axis.group is None:
         return x
     parts = x.new_empty(axis.size, *x.shape)
-    _all_gather(parts.flatten(0, 1), x.contiguous(), group=axis.group)
+    all_gather_flat(parts.flatten(0, 1), x.contiguous(), group=axis.group)
     return torch.cat(parts.unbind(0), dim=dim)

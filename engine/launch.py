@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 TRAIN = (sys.executable, "-m", "engine", "train")
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+LEAVE_SECONDS = 20.0
+"""How long the other ranks may take to end after the first that ended well."""
 PR_SET_PDEATHSIG = 1
 ENVIRONMENT = {
     # Page faults took 20-40 % of the time of small models on a CPU: freed memory stays with the process.
@@ -78,7 +80,11 @@ def launch(
         stack.callback(kill, crew)
         watch.look_after(crew)
         while any(rank.process.poll() is None for rank in crew) and not any(rank.ended_badly for rank in crew):
-            watch.wait()
+            if any(rank.process.poll() == 0 for rank in crew):
+                # The run is over; a rank that was told to stop while it waited on a device may never hear of it.
+                watch.until = watch.until or time.monotonic() + LEAVE_SECONDS
+            if not watch.wait():
+                break
         # Whoever is left waits for the one that is gone.
         fallen = next((rank for rank in crew if rank.ended_badly), None)
         kill(crew)
@@ -156,6 +162,8 @@ class Watch:
     def __init__(self, heartbeat_timeout: float | None) -> None:
         self.crew: Sequence[Rank] = ()
         self.stopping = False
+        self.until: float | None = None
+        """When to stop waiting, on the monotonic clock; None waits for as long as it takes."""
         self.timeout = heartbeat_timeout
         self.renewed = time.monotonic()
         self.wakeup, self._signalled = socket.socketpair()
@@ -194,21 +202,25 @@ class Watch:
         for rank in self.crew:
             rank.process.send_signal(signal.SIGTERM)
 
-    def wait(self) -> None:
-        """Return when a child may have ended. Dies, and takes the whole group along, when the lease is over."""
-        watched = [self.wakeup, *([sys.stdin.fileno()] if self.timeout is not None else [])]
-        left = None if self.timeout is None else self.renewed + self.timeout - time.monotonic()
-        ready, _, _ = select.select(watched, [], [], None if left is None else max(0, left))
+    def wait(self) -> bool:
+        """Return when a child may have ended, or False where `until` has come.
+
+        Dies, and takes the whole group along, when the lease is over.
+        """
+        stdin = sys.stdin.fileno() if self.timeout is not None else None
+        lease_ends = None if self.timeout is None else self.renewed + self.timeout
+        ends = [moment for moment in (lease_ends, self.until) if moment is not None]
+        left = max(0.0, min(ends) - time.monotonic()) if ends else None
+        ready, _, _ = select.select([self.wakeup, *([] if stdin is None else [stdin])], [], [], left)
         if self.wakeup in ready:
             self.wakeup.recv(4096)
-        if self.timeout is None:
-            return
-        if sys.stdin.fileno() in ready:
-            if not os.read(sys.stdin.fileno(), 4096):
+        if stdin is not None and stdin in ready:
+            if not os.read(stdin, 4096):
                 self.die("the supervisor is gone: its end of stdin closed")
             self.renewed = time.monotonic()
-        elif time.monotonic() >= self.renewed + self.timeout:
+        elif lease_ends is not None and time.monotonic() >= lease_ends:
             self.die(f"the lease was not renewed for {self.timeout:g} seconds")
+        return self.until is None or time.monotonic() < self.until
 
     def die(self, why: str) -> None:
         log.error("killing the process group: %s", why)

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
-from engine.comm import _all_gather, _reduce_scatter
+from engine.comm import all_gather_flat, reduce_scatter_flat
 from engine.config import Training
 from engine.mesh import Mesh
 from engine.pieces import Rectangle, cover, globally, without_padding
@@ -149,7 +149,7 @@ class Optimizer:
                 if run.kind.partial:
                     dist.all_reduce(self.gradients_N[run.start : run.stop], group=tensor)
         if self.shards > 1:
-            _reduce_scatter(self.gradients_S, self.gradients_N, group=self.group)
+            reduce_scatter_flat(self.gradients_S, self.gradients_N, group=self.group)
         elif self.group is not None:
             dist.all_reduce(self.gradients_N, group=self.group)
         return self._norm()
@@ -205,7 +205,7 @@ class Optimizer:
         if self.weights_S.data_ptr() != self.masters_S.data_ptr():
             self.weights_S.copy_(self.masters_S)
         if self.shards > 1:
-            _all_gather(self.weights_N, self.weights_S, group=self.group)
+            all_gather_flat(self.weights_N, self.weights_S, group=self.group)
 
     def pieces(self) -> Iterator[Piece]:
         """What this rank's share holds of each global parameter, cut into at most three boxes; padding left out."""

@@ -17,7 +17,9 @@ from engine.events import Failed, Finished, Log, Stopped
 LAUNCH = """
 import sys
 from pathlib import Path
+from engine import launch as module
 from engine.launch import launch
+module.LEAVE_SECONDS = {leave}
 timeout = float(sys.argv[3]) if sys.argv[3:] else None
 sys.exit(launch(Path(sys.argv[1]), ranks=int(sys.argv[2]), heartbeat_timeout=timeout, threads=3, command={command!r}))
 """
@@ -28,7 +30,9 @@ DEADLINE = 20.0
 class Run:
     """A launcher at work, and the fifo that its ranks hold open."""
 
-    def __init__(self, run_dir: Path, *, heartbeat_timeout: float | None = None, **script: str) -> None:
+    def __init__(
+        self, run_dir: Path, *, heartbeat_timeout: float | None = None, leave: float = DEADLINE, **script: str
+    ) -> None:
         self.run_dir = run_dir
         (run_dir / "run.json").write_text(
             json.dumps({name.removeprefix("rank"): does for name, does in script.items()})
@@ -39,7 +43,7 @@ class Run:
         arguments = [str(run_dir / "run.json"), str(len(script))]
         arguments += [] if heartbeat_timeout is None else [str(heartbeat_timeout)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH.format(command=STAND_IN), *arguments],
+            [sys.executable, "-c", LAUNCH.format(command=STAND_IN, leave=leave), *arguments],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
@@ -147,6 +151,13 @@ def test_what_rank_0_said_last_stands(start):
     run.go(0)
     assert run.line() == b"ended\n"
     run.go(1)
+    assert run.gone() == 0
+    assert run.last().type == "finished"
+
+
+def test_a_rank_that_stays_when_the_run_is_over_is_killed(start):
+    run = start(rank0="finish", rank1="train", leave=0.2)
+    run.go()
     assert run.gone() == 0
     assert run.last().type == "finished"
 
