@@ -34,8 +34,6 @@ RULES = (
     *(Rule(name, CONTRACT, frozenset({"pydantic"})) for name in CONTRACT),
     Rule("engine", ("engine",), frozenset({"torch", "numpy", "safetensors", "pydantic", "tokenizers", "jinja2"})),
     Rule("core", ("core", *CONTRACT), never=HEAVY | {"fastapi", "starlette"}),
-    # It runs the migrations, and asks their package where they lie.
-    Rule("core.schema", ("core", "migrations"), never=HEAVY | {"fastapi", "starlette"}),
     Rule("workers", ("workers", "core", *CONTRACT), never=HEAVY | {"fastapi", "starlette"}),
     Rule("api", ("api", "core", *CONTRACT), never=HEAVY),
     Rule("migrations", ("core.models", "core.settings"), frozenset({"alembic", "sqlalchemy"})),

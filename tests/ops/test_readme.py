@@ -120,3 +120,11 @@ def test_every_folder_of_the_tree_has_a_tour():
     missing = [folder for folder in re.findall(r"^\| \[(\w+)/\]", README, re.MULTILINE)
                if folder != "docs" and not (ROOT / folder / "README.md").exists()]  # fmt: skip
     assert not missing
+
+
+@pytest.mark.parametrize("package", ["api", "core", "engine", "workers"])
+def test_a_packages_tour_names_each_of_its_modules(package: str):
+    tour = (ROOT / package / "README.md").read_text()
+    modules = {path.relative_to(ROOT / package).as_posix() for path in (ROOT / package).rglob("*.py")}
+    named = set(re.findall(r"^\| `([\w/]+\.py)` \|", tour, re.MULTILINE))
+    assert named == {module for module in modules if not module.endswith("__init__.py")}
