@@ -43,6 +43,9 @@ WELL_BELOW = 1.0
 LAST_STEPS = 10
 """The loss of a step is that of a few rows; the mean over the last ones says more."""
 
+TWO_CPU_RANKS = {"TRAINSHED_SLOTS": "2", "CUDA_VISIBLE_DEVICES": ""}
+"""The same demo on every machine, whatever GPUs it has or lacks."""
+
 PRETRAIN: dict[str, Any] = {
     "kind": "pretrain",
     "name": "python-topics",
@@ -57,7 +60,7 @@ PRETRAIN: dict[str, Any] = {
     },
     "tokenizer": {"train": {"vocab_size": 2048}},
     "data": {"seq_len": 256, "validation": 0.02},
-    "training": {"steps": 300, "global_batch": 4, "lr": 1.5e-3, "precision": "fp32", "checkpoint_every": 150},
+    "training": {"steps": 300, "global_batch": 4, "lr": 1.5e-3, "checkpoint_every": 150},
     "parallel": {"tensor": 2, "sequence": True},
     "recompute": {"mode": "selective"},
     "resources": {"gpus": 2},
@@ -67,7 +70,7 @@ FINETUNE: dict[str, Any] = {
     "name": "python-answers",
     "data": {"seq_len": 256},
     "method": {"type": "lora", "rank": 16, "alpha": 32},
-    "training": {"epochs": 25, "global_batch": 2, "lr": 3e-3, "precision": "fp32"},
+    "training": {"epochs": 25, "global_batch": 2, "lr": 3e-3},
 }
 QUESTION = "What does break do?"
 
@@ -123,7 +126,7 @@ def service() -> Iterator[Client]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, "TRAINSHED_ADMIN_KEY": key},
+            env={**os.environ, **TWO_CPU_RANKS, "TRAINSHED_ADMIN_KEY": key},
             start_new_session=True,
         )
     try:

@@ -1,0 +1,59 @@
+"""What `make demo` rests on, without its minutes: its jobs, its data, and the number that it holds the loss against."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from core.files import FileFacts
+from core.resolve import ClusterFacts, resolve
+from core.spec import JobSpec
+from engine.data.format import read_chunks, validate
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "demo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["demo"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_its_pretrain_becomes_two_ranks_with_sequence_parallelism_and_selective_recomputation(demo: ModuleType):
+    data = {"train": ["file-0123456789abcdef01234567"], **demo.PRETRAIN["data"]}
+    text = FileFacts(id=data["train"][0], bytes=9, sha256="", storage_key="", format="text", examples=1, characters=9)
+    run = resolve(
+        JobSpec.model_validate({**demo.PRETRAIN, "data": data}),
+        base=None,
+        files={text.id: text},
+        cluster=ClusterFacts(largest_node=2),
+    ).run
+    assert (run.parallel.ranks, run.parallel.tensor, run.parallel.sequence) == (2, 2, True)
+    assert run.recompute.mode == "selective"
+
+
+def test_its_fine_tune_is_a_valid_job_on_conversations_that_are_all_good(demo: ModuleType):
+    data = {"train": ["file-0123456789abcdef01234567"], **demo.FINETUNE["data"]}
+    JobSpec.model_validate({**demo.FINETUNE, "model": {"base": "a"}, "data": data})
+    report = validate(read_chunks(ROOT / "examples" / "chat.jsonl"))
+    assert (report.format, report.examples, report.errors, report.warnings) == ("chat", 38, (), ())
+
+
+def test_two_tokens_as_frequent_as_each_other_need_ln_2_nats(demo: ModuleType, tmp_path: Path):
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert demo.unigram_entropy(tmp_path / "tokenizer.json", "a b b a") == pytest.approx(math.log(2))
