@@ -6,6 +6,7 @@ Never imports torch, so that it is up in no time and stays small. What a rank do
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import select
@@ -21,16 +22,20 @@ from pathlib import Path
 from types import FrameType
 
 from engine import failure
+from engine.config import RunConfig
 from engine.emit import Emitter, last_event
-from engine.events import Failed, Finished, Stopped
+from engine.events import CheckpointSaved, Failed, Finished, Stopped, adapter
 from engine.standing import RENDEZVOUS
 
 log = logging.getLogger(__name__)
 
 TRAIN = (sys.executable, "-m", "engine", "train")
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
-LEAVE_SECONDS = 20.0
-"""How long the other ranks may take to end after the first that ended well."""
+LEAVE_SECONDS = 1.0
+"""How long the other ranks may take to end after one ended well, when the last event is there."""
+SPEAK_SECONDS = 2.0
+"""The same, when the last event is still to come; and how long ranks may take to stop before the first step."""
+EVENTS = "events.jsonl"
 PR_SET_PDEATHSIG = 1
 ENVIRONMENT = {
     # Page faults took 20-40 % of the time of small models on a CPU: freed memory stays with the process.
@@ -79,21 +84,33 @@ def launch(
         crew = start(run_file.absolute(), ranks=ranks, threads=threads, rendezvous=rendezvous, command=command)
         stack.callback(kill, crew)
         watch.look_after(crew)
-        while any(rank.process.poll() is None for rank in crew) and not any(rank.ended_badly for rank in crew):
-            if any(rank.process.poll() == 0 for rank in crew):
-                # The run is over; a rank that was told to stop while it waited on a device may never hear of it.
-                watch.until = watch.until or time.monotonic() + LEAVE_SECONDS
-            if not watch.wait():
-                break
-        # Whoever is left waits for the one that is gone.
-        fallen = next((rank for rank in crew if rank.ended_badly), None)
+        fallen = watch_over(crew, watch, run_dir / EVENTS)
         kill(crew)
-    return conclude(run_dir, crew, fallen, memory_kill=kernel_memory_kills() > kills_before)
+    if watch.stopping and fallen is None:
+        return conclude(run_dir, Stopped(step=safe_step(run_file)))
+    memory_kill = kernel_memory_kills() > kills_before
+    return conclude(run_dir, reason(run_dir, ranks, fallen, memory_kill=memory_kill))
+
+
+def watch_over(crew: Sequence[Rank], watch: Watch, events: Path) -> Rank | None:
+    """Wait until the run is over; the rank that ended it by falling, or None. Ranks may be left, for nothing good."""
+    while any(rank.process.poll() is None for rank in crew):
+        if (fallen := next((rank for rank in crew if rank.ended_badly), None)) is not None:
+            return fallen
+        over = any(rank.process.poll() == 0 for rank in crew)
+        if over and last_event(events) is not None:
+            watch.leave_within(LEAVE_SECONDS)
+        elif over or (watch.stopping and not has_started(events)):
+            # A rank inside a library, or waiting for one that is gone, does not hear that it is told to stop.
+            watch.leave_within(SPEAK_SECONDS)
+        if not watch.wait():
+            return None
+    return next((rank for rank in crew if rank.ended_badly), None)
 
 
 def clear(run_dir: Path) -> None:
     """Make room for this run's own traces where an earlier one ran in the same folder."""
-    (run_dir / "events.jsonl").unlink(missing_ok=True)
+    (run_dir / EVENTS).unlink(missing_ok=True)
     failure.forget(run_dir)
     (run_dir / "logs").mkdir(exist_ok=True)
 
@@ -202,6 +219,11 @@ class Watch:
         for rank in self.crew:
             rank.process.send_signal(signal.SIGTERM)
 
+    def leave_within(self, seconds: float) -> None:
+        """Wait no longer than `seconds` from now, or than it was said before."""
+        until = time.monotonic() + seconds
+        self.until = until if self.until is None else min(self.until, until)
+
     def wait(self) -> bool:
         """Return when a child may have ended, or False where `until` has come.
 
@@ -236,12 +258,12 @@ def kill(crew: Sequence[Rank]) -> None:
         rank.process.wait()
 
 
-def conclude(run_dir: Path, crew: Sequence[Rank], fallen: Rank | None, *, memory_kill: bool) -> int:
-    """Make sure that the events say how the run ended, and turn that into an exit code."""
-    last = last_event(run_dir / "events.jsonl")
+def conclude(run_dir: Path, why: Failed | Stopped) -> int:
+    """Make sure that the events say how the run ended, by `why` where no rank did, and turn that into an exit code."""
+    last = last_event(run_dir / EVENTS)
     if last is None:
-        last = reason(run_dir, len(crew), fallen, memory_kill=memory_kill)
-        with Emitter(run_dir / "events.jsonl") as emitter:
+        last = why
+        with Emitter(run_dir / EVENTS) as emitter:
             emitter.emit(last)
     if isinstance(last, Failed):
         log.error("failed (%s): %s", last.code, last.message)
@@ -272,6 +294,26 @@ def reason(run_dir: Path, ranks: int, fallen: Rank | None, *, memory_kill: bool)
         hint=f"Its output is in logs/rank-{fallen.number}.log.",
         rank=fallen.number,
     )
+
+
+def has_started(events: Path) -> bool:
+    """Whether the first step was reached, so that there may be something to save."""
+    return events.exists() and b'"type":"started"' in events.read_bytes()
+
+
+def safe_step(run_file: Path) -> int:
+    """The step that a run can go on from: of its last checkpoint, else the one that it went on from itself."""
+    events = run_file.parent / EVENTS
+    lines = events.read_text().splitlines() if events.exists() else []
+    saved = [event.step for line in lines if isinstance(event := adapter.validate_json(line), CheckpointSaved)]
+    return saved[-1] if saved else resumed_step(run_file)
+
+
+def resumed_step(run_file: Path) -> int:
+    """The step that the run goes on from; 0 where it starts, or where `engine.checkpoint` will say what is wrong."""
+    resume = RunConfig.model_validate_json(run_file.read_bytes()).resume
+    index = run_file.parent / resume / "index.json" if resume is not None else None
+    return int(json.loads(index.read_text())["step"]) if index is not None and index.is_file() else 0
 
 
 def kernel_memory_kills() -> int:

@@ -5,7 +5,6 @@ Torch is imported after the signal handlers stand, since that alone takes second
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -23,7 +22,6 @@ from engine.stop import Stop, StopWish
 
 log = logging.getLogger(__name__)
 
-EVENTS = "events.jsonl"
 OTHERS_SPEAK_SECONDS = 3.0
 """How long a rank that only lost contact waits for the reason of the one that is gone, or for the launcher's kill."""
 
@@ -39,7 +37,7 @@ def main(run_file: Path) -> int:
             try:
                 wish.listen()
                 run = RunConfig.model_validate_json(run_file.read_bytes())
-                wish.safe_step = resumed_step(run, run_dir)
+                wish.safe_step = launch.resumed_step(run_file)
                 # Seconds of importing torch.
                 from engine import trainer
 
@@ -54,12 +52,6 @@ def main(run_file: Path) -> int:
     return 0
 
 
-def resumed_step(run: RunConfig, run_dir: Path) -> int:
-    """The step that the run goes on from; 0 where it starts, or where `engine.checkpoint` will say what is wrong."""
-    index = run_dir / run.resume / "index.json" if run.resume is not None else None
-    return int(json.loads(index.read_text())["step"]) if index is not None and index.is_file() else 0
-
-
 @contextmanager
 def events_of(me: Standing, run_dir: Path) -> Iterator[Callable[[Event], None]]:
     """How this rank tells what happens: rank 0 writes the events, the others say nothing."""
@@ -68,7 +60,7 @@ def events_of(me: Standing, run_dir: Path) -> Iterator[Callable[[Event], None]]:
         return
     if not me.launched:
         launch.clear(run_dir)
-    with Emitter(run_dir / EVENTS) as emitter:
+    with Emitter(run_dir / launch.EVENTS) as emitter:
 
         def emit(event: Event) -> None:
             emitter.emit(event)
@@ -101,7 +93,7 @@ def reason_of_others(run_dir: Path) -> Failed | None:
     """Why the rank that this one lost is gone, once it has said so; None when it goes without a word."""
     deadline = time.monotonic() + OTHERS_SPEAK_SECONDS
     while time.monotonic() < deadline:
-        said = last_event(run_dir / EVENTS)
+        said = last_event(run_dir / launch.EVENTS)
         if isinstance(said, Failed):
             return said
         if (said := failure.handed_over(run_dir)) is not None and said.code != "rank_lost":

@@ -1,6 +1,6 @@
-"""A rank that does as `run.json` tells it, without torch: `{"0": "train", "1": "raise"}` is a script by rank.
+"""A rank that does as `script.json` tells it, without torch: `{"0": "train", "1": "raise"}` is a script by rank.
 
-It says that it is up by a line in the fifo beside `run.json`, which ends with the last rank, and waits for SIGUSR1.
+It says that it is up by a line in the fifo beside it, which ends with the last rank, and waits for SIGUSR1.
 """
 
 import json
@@ -15,7 +15,7 @@ from engine.failure import hand_over
 
 run_file = Path(sys.argv[1])
 rank = int(os.environ["RANK"])
-script = json.loads(run_file.read_text())[str(rank)]
+script = json.loads((run_file.parent / "script.json").read_text())[str(rank)]
 
 
 def end(event) -> None:
@@ -46,6 +46,11 @@ match script:
         sys.exit(1)
     case "leave":
         sys.exit(3)
+    case "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(fifo, b"deaf\n")
+        while True:
+            signal.pause()
     case "train":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         while True:

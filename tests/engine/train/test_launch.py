@@ -13,13 +13,14 @@ import pytest
 
 from engine.emit import last_event
 from engine.events import Failed, Finished, Log, Stopped
+from tests.engine.train.runs import config
 
 LAUNCH = """
 import sys
 from pathlib import Path
 from engine import launch as module
 from engine.launch import launch
-module.LEAVE_SECONDS = {leave}
+module.LEAVE_SECONDS = module.SPEAK_SECONDS = {leave}
 timeout = float(sys.argv[3]) if sys.argv[3:] else None
 sys.exit(launch(Path(sys.argv[1]), ranks=int(sys.argv[2]), heartbeat_timeout=timeout, threads=3, command={command!r}))
 """
@@ -34,9 +35,9 @@ class Run:
         self, run_dir: Path, *, heartbeat_timeout: float | None = None, leave: float = DEADLINE, **script: str
     ) -> None:
         self.run_dir = run_dir
-        (run_dir / "run.json").write_text(
-            json.dumps({name.removeprefix("rank"): does for name, does in script.items()})
-        )
+        numbered = {name.removeprefix("rank"): does for name, does in script.items()}
+        (run_dir / "run.json").write_text(config().model_dump_json())
+        (run_dir / "script.json").write_text(json.dumps(numbered))
         os.mkfifo(run_dir / "up")
         self.fifo = os.open(run_dir / "up", os.O_RDONLY | os.O_NONBLOCK)
         self.held_open = os.open(run_dir / "up", os.O_WRONLY)
@@ -168,6 +169,15 @@ def test_sigterm_reaches_the_ranks_and_a_stopped_run_ends_with_0(start):
     run.process.send_signal(signal.SIGTERM)
     assert run.gone() == 0
     assert run.last() == Stopped(seq=1, time=run.last().time, step=7)
+
+
+def test_ranks_that_do_not_hear_of_a_stop_before_the_first_step_are_stopped_for_them(start):
+    run = start(rank0="deaf", leave=0.2)
+    run.go()
+    assert run.line() == b"deaf\n"
+    run.process.send_signal(signal.SIGTERM)
+    assert run.gone() == 0
+    assert (run.last().type, run.last().step) == ("stopped", 0)
 
 
 def test_kill_9_of_the_launcher_leaves_no_rank(start):
