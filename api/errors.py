@@ -120,7 +120,7 @@ def validation_error(found: Sequence[Mapping[str, Any]], body: object) -> JSONRe
 
 
 def _tells_most(pair: tuple[Mapping[str, Any], dict[str, Any]]) -> tuple[int, bool]:
-    """A union reports each of its branches: the deepest is nearest the mistake. A misspelt field is a missing one too."""
+    """A union reports each of its branches: the deepest is nearest the mistake, and a misspelt field is missing too."""
     error, finding = pair
     return (finding["param"] or "").count("."), error["type"] == "extra_forbidden"
 
