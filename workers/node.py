@@ -30,6 +30,10 @@ log = structlog.get_logger(__name__)
 
 TEND_SECONDS = 0.5
 TIDY_SECONDS = 60.0
+FROZEN_SECONDS = 1.0
+"""How often it is looked for supervisors that stand still."""
+FROZEN_LEASES = 2
+"""Leases after which one that stands still is killed; its ranks are dead after less than one."""
 LOOK_SECONDS = 0.2
 """How often a draining node looks who is left."""
 CHILD_GRACE_SECONDS = 5.0
@@ -57,7 +61,9 @@ class Node:
         self.sampler = Child("sampler", (sys.executable, "-m", "workers.sampler"))
         self.hardware = hardware.survey(self.settings)
         self._registered = False
-        self._beat_at = self._tidy_at = 0.0
+        self._beat_at = self._tidy_at = self._frozen_at = 0.0
+        self._frozen_since: dict[psutil.Process, float] = {}
+        """Supervisors that stand still, and since when they were seen to."""
 
     def run(self) -> None:
         log.info("node is up", node=self.name, device=self.hardware.device, slots=self.hardware.num_slots)
@@ -65,6 +71,7 @@ class Node:
             for child in (self.worker, self.sampler):
                 child.tend()
             self.beat()
+            self.end_frozen()
             self.tidy()
         self.drain()
 
@@ -96,6 +103,24 @@ class Node:
             slot_memory_bytes=offer.slot_memory_bytes,
             slot_peak_flops=offer.slot_peak_flops,
         )
+
+    def end_frozen(self) -> None:
+        """Kill supervisors that have stood still for so long that somebody else has their job.
+
+        They would only find that out. Until then, one that was stopped in the middle of a write keeps SQLite locked for
+        everybody, so what is asked here is the host and not the rows.
+        """
+        now = monotonic()
+        if now < self._frozen_at:
+            return
+        self._frozen_at = now + FROZEN_SECONDS
+        still = {process for process in supervisors(self.settings) if stands_still(process)}
+        self._frozen_since = {process: self._frozen_since.get(process, now) for process in still}
+        for process, since in self._frozen_since.items():
+            if now - since > FROZEN_LEASES * self.settings.lease_seconds:
+                log.warning("frozen supervisor killed", pid=process.pid, seconds=round(now - since, 1))
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def tidy(self) -> None:
         """Clear away what supervisors that were killed left on this host."""
@@ -151,11 +176,7 @@ class Node:
         except SQLAlchemyError as error:
             log.warning("jobs of this host not read", error=str(error))
             return set()
-        return {
-            process
-            for process in psutil.process_iter(["cmdline"])
-            if (command := process.info["cmdline"] or [])[-2:-1] == ["workers.supervisor"] and command[-1] in placed
-        }
+        return {process for process, job_id in supervisors(self.settings).items() if job_id in placed}
 
     def placed(self) -> Sequence[str]:
         with self.services.db.reading() as session:
@@ -180,6 +201,22 @@ def worker_command(node: str) -> tuple[str, ...]:
         # Each of these makes workers talk to one another through the broker; ours have nothing to say.
         "--without-gossip", "--without-mingle", "--without-heartbeat",
     )  # fmt: skip
+
+
+def supervisors(settings: Settings) -> dict[psutil.Process, str]:
+    """The supervisors of jobs that have a folder in this node's data directory, and their jobs."""
+    found = {
+        process: command[-1]
+        for process in psutil.process_iter(["cmdline"])
+        if (command := process.info["cmdline"] or [])[-2:-1] == ["workers.supervisor"]
+    }
+    return {process: job_id for process, job_id in found.items() if (settings.runs / job_id).is_dir()}
+
+
+def stands_still(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
+    return False
 
 
 def lives(process: psutil.Process) -> bool:

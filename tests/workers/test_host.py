@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from threading import Event
@@ -20,6 +21,8 @@ from workers import children, tidy
 from workers.app import CONFIG, app
 from workers.children import Child
 from workers.hardware import parse
+from workers.node import Node
+from workers.orders import Orders
 
 DEADLINE_SECONDS = 20
 
@@ -95,6 +98,37 @@ def test_a_child_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path
 
     psutil.wait_procs([grandchild], timeout=DEADLINE_SECONDS)
     assert not grandchild.is_running()
+
+
+def test_a_supervisor_that_stands_still_for_two_leases_is_killed_and_one_that_works_is_not(services: Services) -> None:
+    sleeping = "import time; time.sleep(600)"
+    working, frozen = (
+        subprocess.Popen([sys.executable, "-c", sleeping, "workers.supervisor", place_in_folder(services)])
+        for _ in range(2)
+    )
+    try:
+        psutil.Process(frozen.pid).suspend()
+        node = Node(services, Orders())
+        deadline, pause = monotonic() + DEADLINE_SECONDS, Event()
+        since = monotonic()
+        while frozen.poll() is None:
+            node.end_frozen()
+            assert monotonic() < deadline
+            pause.wait(0.1)
+
+        assert monotonic() - since > 2 * services.settings.lease_seconds
+        assert working.poll() is None
+    finally:
+        for process in (working, frozen):
+            process.kill()
+            process.wait()
+
+
+def place_in_folder(services: Services) -> str:
+    """A job that has a supervisor's log here."""
+    job_id = place_job(services)
+    (services.settings.runs / job_id).mkdir(parents=True)
+    return job_id
 
 
 def run_dir_with_log(services: Services, job_id: str, attempt: int, text: str) -> Path:
