@@ -59,11 +59,12 @@ def test_a_supervisor_that_stood_still_past_its_lease_finds_its_ranks_dead_and_w
     (frozen,) = stack.supervisors(job_id)
     first = stack.processes(job_id)
 
-    kill([frozen], signal.SIGSTOP)
+    stack.until(lambda: stack.freeze(frozen), "a moment without a write")
     stack.until(lambda: not any(lives(process) for process in first), "the ranks' own end", seconds=10)
-    stack.until_step(job_id, 3 * EVERY, attempt=2)
+    stack.until(lambda: stack.job(job_id).state is not JobState.RUNNING, "the loss")
     kill([frozen], signal.SIGCONT)
     stack.until(lambda: not lives(frozen), "the replaced supervisor's end", seconds=10)
+    stack.until_step(job_id, 3 * EVERY, attempt=2)
 
     assert stack.attempts(job_id) == [1, 2], "nothing of the first attempt comes after the second began"
     assert stack.job(job_id).attempt == 2
