@@ -42,5 +42,5 @@ def setup(level: str = "INFO") -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    for noisy in ("httpx", "httpcore", "kombu", "amqp", "alembic.runtime.plugins"):
+    for noisy in ("httpx", "httpcore", "kombu", "amqp", "alembic.runtime"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
