@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 
 from core.errors import DomainError, InvalidFile, InvalidKey
@@ -169,6 +170,13 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def on_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
         return validation_error(error.errors(), error.body)
+
+    @app.exception_handler(DataError)
+    @app.exception_handler(UnicodeEncodeError)
+    async def on_unstorable(request: Request, error: Exception) -> JSONResponse:
+        # What no database takes can stand in any text of any request; each text would have to say so otherwise.
+        log.info("a request can't be stored", error=type(error).__name__)
+        return domain_error(InvalidRequest("A text holds NUL or half a surrogate pair, or a number is beyond 64 bits."))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -70,9 +70,10 @@ class Ask(BaseModel):
             "stop": [stop for stop in stops if stop],
         }
 
-    def seeds(self) -> list[int | None]:
-        """One for each answer, so that they differ and can be had again."""
-        return [None if self.seed is None else self.seed + index for index in range(self.n)]
+    def seeds(self) -> list[int]:
+        """One for each answer, so that they differ, and with a `seed` can be had again."""
+        first = secrets.randbelow(2**31) if self.seed is None else self.seed
+        return [(first + index) % 2**63 for index in range(self.n)]
 
 
 class CompletionAsk(Ask):
