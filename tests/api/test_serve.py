@@ -1,0 +1,168 @@
+"""`trainshed serve` as a person uses it: started, refused a second time, stopped by Ctrl-C with a job, started anew."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Queue
+
+import httpx
+import psutil
+import pytest
+
+from api.client import Client
+from tests.api import driving
+from tests.api.conftest import wait_for
+
+START_SECONDS, STOP_SECONDS, STEP_SECONDS = 90.0, 60.0, 120.0
+COMMAND = [sys.executable, "-m", "api.cli", "serve"]
+
+
+class Serving:
+    """One `trainshed serve` and what it says."""
+
+    def __init__(self, data_dir: Path, *arguments: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TRAINSHED_")}
+        self.process = subprocess.Popen(
+            [*COMMAND, "--data-dir", str(data_dir), *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env=environment | {"TRAINSHED_SLOTS": "1", "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        self.said = ""
+        self._lines: Queue[str] = Queue()
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+
+    def until(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
+        """What it has said, once `pattern` is in it."""
+        while not (match := re.search(pattern, self.said)):
+            line = self._lines.get(timeout=seconds)
+            assert line, f"it ended without saying {pattern!r}: {self.said}"
+            self.said += line
+        return match
+
+    def stop(self) -> int:
+        """Ctrl-C; the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        code = self.process.wait(STOP_SECONDS)
+        self._reading.join()
+        return code
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reading.join()
+        assert self.process.stdout
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+
+@contextmanager
+def serving(data_dir: Path, *arguments: str) -> Iterator[Serving]:
+    made = Serving(data_dir, *arguments)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def left(data_dir: Path) -> list[str]:
+    """Processes that have anything to do with this folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            traces = [*process.cmdline(), process.cwd(), process.environ().get("TRAINSHED_DATA_DIR", "")]
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if any(str(data_dir) in trace for trace in traces) and process.pid != os.getpid():
+            found.append(f"{process.pid} {' '.join(process.cmdline())}")
+    return found
+
+
+def first_step_after(client: Client, job: str, after: int) -> tuple[int, str]:
+    """The step that the job tells of next, and the id to go on from."""
+    for event in client.follow(job, after=after):
+        if event.data["type"] == "step":
+            return event.data["data"]["step"], event.id
+    raise AssertionError("it ended without a step")
+
+
+@pytest.fixture
+def data_dir(tmp_path) -> Iterator[Path]:
+    folder = tmp_path / "data"
+    yield folder
+    assert left(folder) == []
+
+
+def test_ctrl_c_saves_a_running_job_and_the_next_serve_goes_on_with_it(data_dir):
+    with serving(data_dir, "--port", "0") as first:
+        url = first.until(r"at (http://127\.0\.0\.1:\d+) ").group(1)
+        key = first.until(r"(ts_\S{20,})").group(1)
+        first.until("Ready")
+        assert key not in "".join(path.read_text(errors="replace") for path in (data_dir / "logs").iterdir())
+        with serving(data_dir, "--port", "0") as second:
+            second.until(rf"process {first.process.pid}\) works in .*; stop it first")
+            assert second.process.wait(STOP_SECONDS) == 2
+        with Client(url, key) as client:
+            assert client.ready() == {
+                "status": "ready", "checks": {"database": "ok", "broker": "ok", "worker": "ok"},
+            }  # fmt: skip
+            file = driving.upload(client.http)["id"]
+            job = client.submit(driving.spec(file, training={"steps": 100_000, "global_batch": 1, "precision": "fp32"}))
+            step, last = first_step_after(client, job["id"], 0)
+        assert first.stop() == 0
+        assert left(data_dir) == []
+    with serving(data_dir, "--port", url.rpartition(":")[2]) as again:
+        again.until("Ready")
+        assert "ts_" not in again.said
+        with Client(url, key) as client:
+            following, _ = first_step_after(client, job["id"], int(last))
+            assert following == step + 1
+            states = [event["data"]["state"] for event in client.events(job["id"], type="state")]
+            assert "queued" in states[3:]
+            client.cancel(job["id"])
+            assert client.wait(job["id"])["state"] == "cancelled"
+        assert again.stop() == 0
+
+
+def test_a_part_that_dies_is_started_again_and_a_serve_that_is_killed_takes_all_with_it(data_dir):
+    with serving(data_dir, "--port", "0") as service:
+        url = service.until(r"at (http://127\.0\.0\.1:\d+) ").group(1)
+        (api,) = wait_for(
+            lambda: [
+                child for child in psutil.Process(service.process.pid).children() if "api.server" in child.cmdline()
+            ]
+        )
+        api.kill()
+        # Connections wait in the socket, which outlives the process.
+        assert httpx.get(f"{url}/healthz", timeout=START_SECONDS).status_code == 200
+        service.until("api ended with -9; it starts again")
+        service.until("Ready")
+        service.process.kill()
+        # The broker ends with the next serve, which needs its place.
+        wait_for(lambda: all("valkey" in process for process in left(data_dir)), STOP_SECONDS)
+    with serving(data_dir, "--port", "0") as service:
+        service.until("Ready")
+        assert service.stop() == 0
+
+
+def test_a_port_that_is_taken_is_said_in_words(data_dir):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with serving(data_dir, "--port", str(taken.getsockname()[1])) as service:
+            service.until("choose another --port")
+            assert service.process.wait(STOP_SECONDS) == 2
