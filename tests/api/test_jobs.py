@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from core import checkpoints, scheduler
+from core import checkpoints, nodes, scheduler
 from tests.api import driving
 from tests.api.test_requests import envelope
 
@@ -25,13 +25,15 @@ def test_a_job_can_be_read_as_soon_as_its_id_is_known(http):
     assert set(job["queue"]) == {"position", "reason", "estimated_start"}
 
 
-def test_a_job_says_why_it_waits(live, http):
-    job = driving.submit(http)
+def test_without_a_worker_a_job_says_that_it_waits_for_one(live, http):
+    job = driving.submit(http)["id"]
     with live.services.db.session() as session:
+        for node in nodes.alive(session):
+            nodes.drain(session, node.name)
         scheduler.tick(session)
-    reason = http.get(f"/v1/jobs/{job['id']}").json()["queue"]["reason"]
-    assert reason
-    assert "scheduler's next look" not in reason
+    queue = http.get(f"/v1/jobs/{job}").json()["queue"]
+    assert "trainshed worker" in queue["reason"]
+    assert queue["position"] >= 1
 
 
 @pytest.mark.parametrize(
