@@ -60,7 +60,7 @@ PRETRAIN: dict[str, Any] = {
     },
     "tokenizer": {"train": {"vocab_size": 2048}},
     "data": {"seq_len": 256, "validation": 0.02},
-    "training": {"steps": 300, "global_batch": 4, "lr": 1.5e-3, "checkpoint_every": 150},
+    "training": {"steps": 300, "global_batch": 4, "lr": 1.2e-3, "warmup": 0.1, "checkpoint_every": 150},
     "parallel": {"tensor": 2, "sequence": True},
     "recompute": {"mode": "selective"},
     "resources": {"gpus": 2},
