@@ -79,13 +79,16 @@ def wait_for(condition, seconds=DEADLINE_SECONDS):
     return found
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quiet_logs() -> None:
+@pytest.fixture(scope="package", autouse=True)
+def quiet_logs() -> Iterator[None]:
     """Keep our records from the standard output, where structlog writes them when nobody set it up."""
     structlog.configure(
         processors=[structlog.processors.format_exc_info, structlog.processors.KeyValueRenderer()],
         logger_factory=structlog.ReturnLoggerFactory(),
     )
+    yield
+    # Tests elsewhere read what is said there.
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
