@@ -13,6 +13,8 @@ _DURATION = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9
 Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
 Whole = Annotated[int, Strict(), Field(le=2**31 - 1)]
 """An integer, and no text or truth value that could pass for one."""
+Size = Annotated[int, Strict(), Field(ge=1, le=2**20)]
+"""One dimension of a model. Far beyond any that there is, and small enough to try each divisor of it in a moment."""
 Real = Annotated[float, Strict()]
 """A number, and no text or truth value that could pass for one."""
 Flag = Annotated[bool, Strict()]
@@ -25,7 +27,8 @@ def _duration(value: object) -> object:
     """Seconds from `12h`, `1d6h`, `90m`; anything else is pydantic's to judge."""
     if isinstance(value, str) and value and (match := _DURATION.fullmatch(value)):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        # As a number: a sum beyond what a timedelta holds is then refused like any other that is too large.
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     return value
 
 
@@ -43,16 +46,16 @@ class ModelAsk(Ask):
     preset: Text | None = None
     """Name of a shape, such as `llama-15m`."""
     architecture: Literal["llama"] | None = None
-    num_layers: Whole | None = Field(None, ge=1)
-    hidden_size: Whole | None = Field(None, ge=1)
-    num_heads: Whole | None = Field(None, ge=1)
-    num_kv_heads: Whole | None = Field(None, ge=1)
+    num_layers: Annotated[Size, Field(le=10_000)] | None = None
+    hidden_size: Size | None = None
+    num_heads: Size | None = None
+    num_kv_heads: Size | None = None
     """Default: `num_heads`."""
-    head_dim: Whole | None = Field(None, ge=2)
+    head_dim: Size | None = Field(None, ge=2)
     """Default: `hidden_size / num_heads`."""
-    ffn_hidden_size: Whole | None = Field(None, ge=1)
-    max_seq_len: Whole | None = Field(None, ge=1)
-    vocab_size: Whole | None = Field(None, ge=2)
+    ffn_hidden_size: Size | None = None
+    max_seq_len: Size | None = None
+    vocab_size: Size | None = Field(None, ge=2)
     """Default: the tokenizer's."""
     tie_embeddings: Flag | None = None
     norm_eps: Real | None = Field(None, gt=0)
@@ -161,7 +164,7 @@ class RecomputeAsk(Ask):
 
 
 class ResourcesAsk(Ask):
-    gpus: Whole | None = Field(None, ge=1)
+    gpus: Annotated[Whole, Field(ge=1, le=100_000)] | None = None
     """GPUs, or CPU slots on hosts without any. Default: what `parallel` needs, or 1."""
     nodes: Whole = Field(1, ge=1)
     """Hosts. Only one in this version."""

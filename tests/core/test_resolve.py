@@ -286,7 +286,13 @@ def test_what_cannot_fit_is_refused_with_the_item_that_breaks_it() -> None:
         ({"data": {"train": ["../../etc/passwd"]}}, "data.train.0"),
         ({"labels": {"team": "a\x00b"}}, "labels.team"),
         ({"max_runtime": "99999999999999d"}, "max_runtime"),
+        # Each within what a timedelta holds, and their sum beyond it.
+        ({"max_runtime": "999999999d999999999h"}, "max_runtime"),
         ({"max_runtime": "0s"}, "max_runtime"),
+        # Each of these would be tried divisor by divisor, or layer by layer, for minutes.
+        ({"resources": {"gpus": 2**31 - 1}}, "resources.gpus"),
+        ({"model": SCRATCH["model"] | {"num_heads": 2**31 - 1}}, "model.num_heads"),
+        ({"model": SCRATCH["model"] | {"num_layers": 2**31 - 1}}, "model.num_layers"),
         ({"model": {"base": "x\x00"}}, "model.base"),
     ],
 )  # fmt: skip
