@@ -13,7 +13,7 @@ class Stop(BaseException):
 
 
 class StopWish:
-    """Whether this rank was told to stop. Told while it heeds, it raises Stop there and then."""
+    """Whether this rank was told to stop. Told while it heeds, it raises Stop there and then: once, however often."""
 
     def __init__(self) -> None:
         self.wanted = False
@@ -38,6 +38,7 @@ class StopWish:
             raise Stop
 
     def _told(self, number: int, frame: FrameType | None) -> None:
-        self.wanted = True
-        if self._heeds:
+        # Told again, it is ending already: another Stop would come out of what is said and tidied up meanwhile.
+        again, self.wanted = self.wanted, True
+        if self._heeds and not again:
             raise Stop

@@ -220,6 +220,21 @@ def test_a_resumed_run_stopped_early_names_the_step_it_can_go_on_from(tmp_path, 
     assert last_event(tmp_path / "events.jsonl").step == 2
 
 
+def test_a_rank_told_to_stop_again_while_it_says_so_ends_all_the_same(tmp_path, monkeypatch, signals):
+    in_words = rank.in_words
+
+    def told_again(event):
+        if event.type == "stopped":
+            os.kill(os.getpid(), signal.SIGINT)
+        return in_words(event)
+
+    runs.write(tmp_path, runs.config(training={"steps": 2}))
+    monkeypatch.setattr(trainer, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(rank, "in_words", told_again)
+    assert rank.main(tmp_path / "run.json") == 0
+    assert last_event(tmp_path / "events.jsonl").type == "stopped"
+
+
 # ---- Failures ----
 
 
