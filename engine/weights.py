@@ -128,7 +128,6 @@ def write(
         for _ in tensors:
             pass
         return
-    directory.mkdir(parents=True, exist_ok=True)
     pieces: list[tuple[Path, list[str]]] = []
     held: dict[str, Tensor] = {}
     total = parameters = size = 0
@@ -140,14 +139,22 @@ def write(
         pieces.append((path, list(held)))
         held, size = {}, 0
 
-    for name, tensor in tensors:
-        kept = tensor.to(device="cpu", dtype=dtype).contiguous()
-        if held and size + kept.nbytes > shard_bytes:
-            put()
-        # A view of a parameter's storage would be written again should the parameter change meanwhile.
-        held[name] = kept.clone() if kept.data_ptr() == tensor.data_ptr() else kept
-        size, total, parameters = size + kept.nbytes, total + kept.nbytes, parameters + kept.numel()
-    put()
+    tensors = iter(tensors)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, tensor in tensors:
+            kept = tensor.to(device="cpu", dtype=dtype).contiguous()
+            if held and size + kept.nbytes > shard_bytes:
+                put()
+            # A view of a parameter's storage would be written again should the parameter change meanwhile.
+            held[name] = kept.clone() if kept.data_ptr() == tensor.data_ptr() else kept
+            size, total, parameters = size + kept.nbytes, total + kept.nbytes, parameters + kept.numel()
+        put()
+    except Exception:
+        # The others go on gathering until the last tensor, and would wait for this rank for ever.
+        for _ in tensors:
+            pass
+        raise
     _name_pieces(directory, pieces, total=total, parameters=parameters)
 
 

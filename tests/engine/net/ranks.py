@@ -10,6 +10,7 @@ from torch import Tensor
 from engine import lora, mesh, weights
 from engine.config import Lora, Parallel
 from engine.placement import placement_of
+from engine.together import together
 from tests.engine.net import nets
 
 
@@ -18,6 +19,21 @@ def there_and_back(folder: Path, parallel: Parallel) -> None:
     weights.save(nets.loaded(folder, grid=grid), folder / "ours", torch.float32)
     grid.barrier()
     grid.close()
+
+
+def written_where_a_piece_cannot_be(folder: Path) -> str:
+    """What a rank raises; the second of many pieces has a folder in its place."""
+    (folder / "piece-1.safetensors.part").mkdir(exist_ok=True)
+    grid = mesh.build(Parallel(tensor=2))
+    model = nets.decoder(nets.shape(), grid=grid)
+    try:
+        with together(grid):
+            weights.write(model, folder, weights.whole_state(model), torch.float32, shard_bytes=4000)
+    except Exception as error:
+        return type(error).__name__
+    finally:
+        grid.close()
+    return "nothing"
 
 
 def adapters_against_one_rank(

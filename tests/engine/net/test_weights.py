@@ -183,6 +183,12 @@ def test_two_ranks_give_back_the_same_bits_at_the_true_size(
     assert_same_bits(tensors(tmp_path / "ours"), tensors(tmp_path))
 
 
+def test_a_rank_that_cannot_write_does_not_leave_the_others_gathering(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(ranks.written_where_a_piece_cannot_be, tmp_path, seconds=45)
+    assert first not in ("nothing", "LostContact")
+    assert second == "LostContact"
+
+
 DATA = os.environ.get("TRAINSHED_TEST_DATA")
 
 
