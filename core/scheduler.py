@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from sqlalchemy import ColumnElement, and_, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, bindparam, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from core import jobs, nodes
 from core.db import lock
+from core.errors import InvalidMove
 from core.models import Job, Slot, database_now
 from core.states import JobState
 
@@ -40,6 +41,8 @@ class Waiting:
 
     job_id: str
     needs: int
+    device: str = "cpu"
+    """What its run was made for: `cuda` needs GPUs, `cpu` runs anywhere."""
 
 
 @dataclass(frozen=True)
@@ -65,25 +68,28 @@ def decide(waiting: Sequence[Waiting], hosts: Sequence[Host]) -> Decision:
     """Place what can be placed, in the order given."""
     decision = Decision()
     free = {host.name: list(host.free) for host in hosts}
-    reserved: tuple[str, str] | None = None
+    reserved: str | None = None
     for job in waiting:
-        able = [host for host in hosts if host.num_slots >= job.needs]
-        allowed = [host for host in able if reserved is None or host.name != reserved[0]]
-        if host := _best([host for host in allowed if len(free[host.name]) >= job.needs], free):
+        able = [host for host in hosts if _suits(host, job) and host.num_slots >= job.needs]
+        allowed = [host for host in able if host.name != reserved]
+        if host := _best([host for host in allowed if len(free[host.name]) >= job.needs], job, free):
             slots = tuple(free[host.name][: job.needs])
             del free[host.name][: job.needs]
             decision.placements.append(Placement(job.job_id, host.name, slots))
             continue
         decision.reasons[job.job_id] = _reason(job, hosts, able, allowed, free, reserved)
         if able and reserved is None:
-            nearest = max(able, key=lambda host: (len(free[host.name]), host.name))
-            reserved = (nearest.name, job.job_id)
+            reserved = max(able, key=lambda host: (len(free[host.name]), host.name)).name
     return decision
 
 
-def _best(hosts: Sequence[Host], free: dict[str, list[int]]) -> Host | None:
-    """GPUs before CPUs; then the tightest fit, so that large gaps stay for large jobs."""
-    return min(hosts, key=lambda host: (host.device != "cuda", len(free[host.name]), host.name), default=None)
+def _suits(host: Host, job: Waiting) -> bool:
+    return host.device == job.device or job.device == "cpu"
+
+
+def _best(hosts: Sequence[Host], job: Waiting, free: dict[str, list[int]]) -> Host | None:
+    """The kind of host that the job was made for; then the tightest fit, so that large gaps stay for large jobs."""
+    return min(hosts, key=lambda host: (host.device != job.device, len(free[host.name]), host.name), default=None)
 
 
 def _reason(
@@ -92,21 +98,20 @@ def _reason(
     able: Sequence[Host],
     allowed: Sequence[Host],
     free: dict[str, list[int]],
-    reserved: tuple[str, str] | None,
+    reserved: str | None,
 ) -> str:
+    """In words, for whoever owns the job: other jobs may be somebody else's, so none is named."""
     if not hosts:
         return NO_WORKER
-    needs = f"needs {job.needs} {_slots(job.needs)}"
+    unit = "GPU" if job.device == "cuda" else "slot"
+    needs = f"needs {job.needs} {unit}{'' if job.needs == 1 else 's'}"
     if not able:
-        return f"{needs}; the largest node that is online has {max(host.num_slots for host in hosts)}"
+        largest = max((host.num_slots for host in hosts if _suits(host, job)), default=0)
+        return f"{needs}; the largest node that is online has {largest}"
     most = max((len(free[host.name]) for host in allowed), default=0)
-    if reserved and len(free[reserved[0]]) >= job.needs:
-        return f"{needs}; {most} {_are(most)} free, and {reserved[0]} is kept for job {reserved[1]}, which is next"
+    if reserved in {host.name for host in able} and len(free[reserved]) >= job.needs:
+        return f"{needs}; {most} {_are(most)} free, and {reserved} is kept for a larger job, which is next"
     return f"{needs}, {most} {_are(most)} free"
-
-
-def _slots(count: int) -> str:
-    return "slot" if count == 1 else "slots"
 
 
 def _are(count: int) -> str:
@@ -116,20 +121,33 @@ def _are(count: int) -> str:
 def tick(session: Session, *, claim_within: timedelta = CLAIM_WITHIN) -> list[Placement]:
     """Give free slots to queued jobs, tell their nodes after the commit, and write down why the rest waits."""
     lock(session, "scheduler")
-    queued = session.execute(select(Job.id, Job.slots, Job.queue_reason).where(_ready()).order_by(*_ORDER)).all()
+    device = Job.run_config["device"].as_string()
+    queued = session.execute(
+        select(Job.id, Job.slots, device, Job.queue_reason).where(_ready()).order_by(*_ORDER)
+    ).all()
     if not queued:
         return []
-    decision = decide([Waiting(job_id, needs) for job_id, needs, _ in queued], _hosts(session))
-    for placement in decision.placements:
-        jobs.place(session, placement.job_id, placement.node, placement.slots, claim_within=claim_within)
+    decision = decide([Waiting(job_id, needs, device) for job_id, needs, device, _ in queued], _hosts(session))
+    placed = [placement for placement in decision.placements if _place(session, placement, claim_within)]
     changed = [
-        {"id": job_id, "queue_reason": decision.reasons[job_id]}
-        for job_id, _, reason in queued
+        {"job": job_id, "reason": decision.reasons[job_id]}
+        for job_id, _, _, reason in queued
         if job_id in decision.reasons and decision.reasons[job_id] != reason
     ]
     if changed:
-        session.execute(update(Job), changed)
-    return decision.placements
+        # One that was cancelled a moment ago waits for nothing any more.
+        still = update(Job).where(Job.id == bindparam("job"), Job.state == JobState.QUEUED)
+        session.connection().execute(still.values(queue_reason=bindparam("reason")), changed)
+    return placed
+
+
+def _place(session: Session, placement: Placement, claim_within: timedelta) -> bool:
+    """Whether the job took the slots; not if it was cancelled or paused since it was read."""
+    try:
+        jobs.place(session, placement.job_id, placement.node, placement.slots, claim_within=claim_within)
+    except InvalidMove:
+        return False
+    return True
 
 
 def position(session: Session, job: Job) -> int | None:

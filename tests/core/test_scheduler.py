@@ -9,6 +9,7 @@ from sqlalchemy.orm import Session
 from core import jobs, nodes, scheduler
 from core.db import Database
 from core.errors import NotFound
+from core.keys import Account
 from core.models import Slot
 from core.scheduler import NO_WORKER, Host, Placement, Waiting, decide
 from core.states import JobState
@@ -22,9 +23,9 @@ def host(name: str = "a", num_slots: int = 4, free: tuple[int, ...] | None = Non
     return Host(name, device, num_slots, tuple(range(num_slots)) if free is None else free)
 
 
-def waiting(*needs: int) -> list[Waiting]:
+def waiting(*needs: int, device: str = "cpu") -> list[Waiting]:
     """Jobs j0, j1, … in their order."""
-    return [Waiting(f"j{index}", need) for index, need in enumerate(needs)]
+    return [Waiting(f"j{index}", need, device) for index, need in enumerate(needs)]
 
 
 # Deciding
@@ -41,9 +42,18 @@ def test_a_job_goes_where_it_leaves_the_smallest_gap() -> None:
     assert [placement.node for placement in decide(waiting(2, 2), hosts).placements] == ["small", "large"]
 
 
-def test_gpus_come_before_cpus() -> None:
-    hosts = [host("cpus", 2), host("gpus", 8, device="cuda")]
-    assert decide(waiting(1), hosts).placements[0].node == "gpus"
+def test_a_job_made_for_gpus_runs_on_them_alone() -> None:
+    hosts = [host("cpus", 8), host("gpus", 2, device="cuda")]
+    decision = decide(waiting(2, 2, device="cuda"), hosts)
+    assert decision.placements == [Placement("j0", "gpus", (0, 1))]
+    assert decision.reasons == {"j1": "needs 2 GPUs, 0 are free"}
+    without = decide(waiting(1, device="cuda"), [host("cpus", 8)])
+    assert without.reasons == {"j0": "needs 1 GPU; the largest node that is online has 0"}
+
+
+def test_a_job_made_for_cpus_leaves_gpus_to_others_where_it_can() -> None:
+    hosts = [host("gpus", 2, device="cuda"), host("cpus", 8)]
+    assert [placement.node for placement in decide(waiting(8, 1), hosts).placements] == ["cpus", "gpus"]
 
 
 def test_a_job_stays_within_one_node() -> None:
@@ -64,7 +74,7 @@ def test_a_job_stays_within_one_node() -> None:
             [host(num_slots=4, free=(0, 1))],
             {
                 "j0": "needs 4 slots, 2 are free",
-                "j1": "needs 1 slot; 0 are free, and a is kept for job j0, which is next",
+                "j1": "needs 1 slot; 0 are free, and a is kept for a larger job, which is next",
             },
         ),
     ],
@@ -154,6 +164,38 @@ def test_only_queued_jobs_are_placed(session: Session, state: S) -> None:
     make.node(session, num_slots=4)
     make.job(session, state=state)
     assert scheduler.tick(session) == []
+
+
+def test_a_job_is_placed_where_its_run_can_compute(session: Session) -> None:
+    make.node(session, "cpus", num_slots=4)
+    made_for_gpus = make.run_config(device="cuda").model_dump(mode="json")
+    job = make.job(session, run_config=made_for_gpus)
+    assert scheduler.tick(session) == []
+    make.node(session, "gpus", num_slots=1, device="cuda")
+    assert scheduler.tick(session) == [Placement(job.id, "gpus", (0,))]
+
+
+def test_a_job_that_is_cancelled_while_it_is_looked_at_holds_up_nobody(
+    kind: str, database: Database, owner: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "sqlite":
+        pytest.skip("on SQLite whoever writes is alone")
+    with database.session() as session:
+        make.node(session, num_slots=2)
+        first, second, waits = (make.job(session, slots=slots, created_at=slots) for slots in (1, 1, 2))
+
+    def meanwhile(waiting: list[Waiting], hosts: list[Host]) -> scheduler.Decision:
+        with database.session() as other:
+            jobs.cancel(other, owner, first.id)
+            jobs.cancel(other, owner, waits.id)
+        return decide(waiting, hosts)
+
+    monkeypatch.setattr(scheduler, "decide", meanwhile)
+    with database.session() as session:
+        assert [placement.job_id for placement in scheduler.tick(session)] == [second.id]
+    with database.reading() as session:
+        assert jobs.find(session, waits.id).queue_reason is None
+        assert session.scalars(select(Slot.job_id).where(Slot.job_id.is_not(None))).all() == [second.id]
 
 
 # Nodes
