@@ -150,13 +150,12 @@ def page(
 ) -> Page[Job]:
     """The project's jobs, newest first. `labels` must all be there."""
     query = select(Job).where(Job.project_id == owner.project_id)
+    wanted = [_has_label(session, name, value) for name, value in (labels or {}).items()]
     if state is not None:
-        query = query.where(Job.state == state)
+        wanted.append(Job.state == state)
     if kind is not None:
-        query = query.where(Job.kind == kind)
-    for name, value in (labels or {}).items():
-        query = query.where(_has_label(session, name, value))
-    return paging.by_age(session, query, Job.created_at, Job.id, after=after, limit=limit)
+        wanted.append(Job.kind == kind)
+    return paging.by_age(session, query, Job.created_at, Job.id, after=after, limit=limit, where=wanted)
 
 
 def _has_label(session: Session, name: str, value: str) -> ColumnElement[bool]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from sqlalchemy import Select, tuple_
+from sqlalchemy import ColumnElement, Select, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from core.errors import NotFound
@@ -32,8 +32,12 @@ def by_age(
     after: str | None,
     limit: int,
     order: Order = "desc",
+    where: Sequence[ColumnElement[bool]] = (),
 ) -> Page[Row]:
-    """A page of `query` by creation time, ties by id. `after` must be a row that `query` could return."""
+    """A page of `query` by creation time, ties by id: those rows that `where` lets through.
+
+    `after` must be a row of `query`, whether `where` lets it through or not: it did when the page before was read.
+    """
     if after is not None:
         mark = session.execute(query.with_only_columns(created_at, id_).where(id_ == after)).one_or_none()
         if mark is None:
@@ -41,7 +45,7 @@ def by_age(
             raise NotFound(f"There is no {after!r} to continue after.", param="after")
         here = tuple_(created_at, id_)
         query = query.where(here < tuple(mark) if order == "desc" else here > tuple(mark))
-    return cut(session, query, [created_at, id_], limit=limit, order=order)
+    return cut(session, query.where(*where), [created_at, id_], limit=limit, order=order)
 
 
 def cut(

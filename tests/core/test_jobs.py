@@ -423,6 +423,15 @@ def test_pages_follow_one_another_newest_first_without_gap_or_repetition(session
     assert created == sorted(created, reverse=True)
 
 
+def test_a_job_that_moves_on_between_two_pages_does_not_break_them(session: Session, owner: Account) -> None:
+    old, middle, new = (make.job(session, created_at=float(age)) for age in range(3))
+    page = jobs.page(session, owner, state=S.QUEUED, limit=1)
+    assert ([job.id for job in page.data], page.has_more) == ([new.id], True)
+    jobs.cancel(session, owner, new.id)
+    rest = jobs.page(session, owner, state=S.QUEUED, after=new.id)
+    assert [job.id for job in rest.data] == [middle.id, old.id]
+
+
 def test_an_unknown_cursor_is_refused(session: Session, owner: Account) -> None:
     make.project(session, "proj-other")
     theirs = make.job(session, project_id="proj-other")
