@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from engine.config import RunConfig
 from engine.data.format import InvalidData
 from engine.events import ErrorCode, Failed
 
@@ -35,10 +36,15 @@ def explain(error: BaseException, *, rank: int) -> Failed:
     """The `failed` event for `error`, raised on `rank`."""
     said = _first_line(error)
     match error:
-        case _ if lost_contact(error):
-            return Failed(code="rank_lost", message=f"rank {rank} lost contact with another rank: {said}", rank=rank)
+        # Those that quote a user's words come first: whatever is looked for in a library's words may be among them.
         case RunFailure():
             return Failed(code=error.code, message=str(error), hint=error.hint, rank=rank)
+        case InvalidData():
+            return Failed(code="invalid_data", message=str(error), rank=rank)
+        case ValidationError(title=RunConfig.__name__):
+            return Failed(code="invalid_model", message=f"run.json: {_faults(error)}", rank=rank)
+        case _ if lost_contact(error):
+            return Failed(code="rank_lost", message=f"rank {rank} lost contact with another rank: {said}", rank=rank)
         case OSError(errno=number) if number in DISK_FULL:
             return Failed(
                 code="disk_full",
@@ -53,11 +59,6 @@ def explain(error: BaseException, *, rank: int) -> Failed:
                 hint="Lower training.micro_batch or data.seq_len, recompute more, or use more ranks.",
                 rank=rank,
             )
-        case InvalidData():
-            return Failed(code="invalid_data", message=str(error), rank=rank)
-        case ValidationError():
-            faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
-            return Failed(code="invalid_model", message=f"run.json: {'; '.join(faults)}", rank=rank)
     return Failed(
         code="internal",
         message=f"{type(error).__name__}: {said}",
@@ -70,7 +71,8 @@ def lost_contact(error: BaseException) -> bool:
     """Whether `error` only means that another rank is gone."""
     # torch.distributed's own errors, by name since this module must not load torch; gloo raises plain RuntimeErrors.
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    return bool(kinds & {"LostContact", "DistError"}) or "gloo" in str(error).lower()
+    by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    return bool(kinds & {"LostContact", "DistError"}) or by_gloo
 
 
 def hand_over(run_dir: Path, failed: Failed) -> None:
@@ -94,6 +96,12 @@ def forget(run_dir: Path) -> None:
     """Remove what the ranks of an earlier run in this folder left."""
     for path in (run_dir / FOLDER).glob("rank-*"):
         path.unlink()
+
+
+def _faults(error: ValidationError) -> str:
+    """Each field and what is wrong with it; the file as a whole has no field."""
+    faults = ((".".join(map(str, fault["loc"])), fault["msg"]) for fault in error.errors())
+    return "; ".join(f"{where}: {what}" if where else what for where, what in faults)
 
 
 def _first_line(error: BaseException) -> str:
