@@ -31,6 +31,9 @@ TOKENIZER = "tokenizer"
 PURPOSES = (*TRAINING, TOKENIZER, "user_data", "evals", "batch", "assistants", "vision")
 """What an upload may be for. Files for other than training and tokenizers are kept as they are."""
 
+MOST_TOKENS = 2**20
+"""Entries of a vocabulary: as many as a model may have."""
+
 _READ_BYTES = 1024**2
 _MAX_NAME = 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -140,9 +143,8 @@ def page(
 ) -> Page[File]:
     """The project's files by age."""
     query = select(File).where(File.project_id == owner.project_id)
-    if purpose is not None:
-        query = query.where(File.purpose == purpose)
-    return paging.by_age(session, query, File.created_at, File.id, after=after, limit=limit, order=order)
+    wanted = [] if purpose is None else [File.purpose == purpose]
+    return paging.by_age(session, query, File.created_at, File.id, after=after, limit=limit, order=order, where=wanted)
 
 
 def delete(session: Session, storage: Storage, owner: Account, file_id: str) -> None:
@@ -224,8 +226,15 @@ def _is_json(spool: IO[bytes]) -> bool:
 def _tokenizer(spool: IO[bytes]) -> dict[str, Any]:
     try:
         content = json.load(spool)
-        tokens = {*content["model"]["vocab"].values(), *(token["id"] for token in content.get("added_tokens") or ())}
-        size = max(tokens) + 1
+        added = [token["id"] for token in content.get("added_tokens") or ()]
+        size = max(_token_id(token) for token in (*content["model"]["vocab"].values(), *added)) + 1
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidFile("This is not a tokenizer.json of Hugging Face's tokenizers with a vocabulary.") from error
     return {"format": None, "vocab_size": size, "errors": [], "warnings": []}
+
+
+def _token_id(value: object) -> int:
+    # Exactly: a truth value is an int to Python, and an infinity is a number to its JSON.
+    if type(value) is int and 0 <= value < MOST_TOKENS:
+        return value
+    raise ValueError(f"{value!r} is not the id of a token")

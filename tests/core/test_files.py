@@ -161,6 +161,14 @@ def test_a_tokenizer_is_known_by_its_vocabulary(database: Database, storage: Sto
             upload(database, storage, owner, broken, purpose="tokenizer")
 
 
+@pytest.mark.parametrize("id", ["1e400", "NaN", "-1", "1.5", "true", '"1"', str(2**64)])
+def test_what_is_no_id_of_a_token_is_refused(database: Database, storage: Storage, owner: Account, id: str) -> None:
+    content = '{"model": {"vocab": {"a": 0, "b": %s}}}' % id  # noqa: UP031
+    with pytest.raises(InvalidFile, match=r"tokenizer\.json"):
+        upload(database, storage, owner, content.encode(), purpose="tokenizer")
+    assert nothing_is_kept(database, storage)
+
+
 def test_another_projects_file_looks_like_none(database: Database, storage: Storage, owner: Account) -> None:
     with database.session() as session:
         make.project(session, "proj-other")
