@@ -34,20 +34,26 @@ def export(
     mesh = decoder.mesh
     unfinished, path = run_dir / f".{FOLDER}.unfinished", run_dir / FOLDER
     parts = parts_of(run, run_dir, decoder, tokenizer)
-    with together(mesh):
-        if mesh.world_rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-    for done, (name, write) in enumerate(parts.items()):
-        report(done, len(parts))
+    try:
         with together(mesh):
-            write(unfinished / name)
-    report(len(parts), len(parts))
-    with together(mesh):
+            if mesh.world_rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+        for done, (name, write) in enumerate(parts.items()):
+            report(done, len(parts))
+            with together(mesh):
+                write(unfinished / name)
+        report(len(parts), len(parts))
+        with together(mesh):
+            if mesh.world_rank == 0:
+                (unfinished / MANIFEST).write_text(json.dumps(manifest(run, run_dir, unfinished), indent=1) + "\n")
+                shutil.rmtree(path, ignore_errors=True)
+                unfinished.rename(path)
+    except BaseException:
         if mesh.world_rank == 0:
-            (unfinished / MANIFEST).write_text(json.dumps(manifest(run, run_dir, unfinished), indent=1) + "\n")
-            shutil.rmtree(path, ignore_errors=True)
-            unfinished.rename(path)
+            # A full disk must have room to say so.
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     return path
 
 

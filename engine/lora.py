@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from engine import tensorfile
 from engine.comm import gather_tokens, sum_parts
 from engine.config import Lora
 from engine.dropout import Draw, dropout
@@ -121,14 +121,11 @@ def save_adapter(decoder: Decoder, lora: Lora, directory: Path, *, base_name: st
 
     Every rank calls it, world rank 0 writes.
     """
-    tensors = {
-        name: whole(parameter, parameter, decoder.axis).cpu().contiguous().clone()
-        for name, parameter in _exported(decoder)
-    }
+    tensors = [(name, whole(parameter, parameter, decoder.axis).cpu()) for name, parameter in _exported(decoder)]
     if decoder.mesh.world_rank != 0:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    tensorfile.write(directory / WEIGHTS, tensors)
     (directory / CONFIG).write_text(json.dumps(_peft_config(lora, base_name), indent=2) + "\n", encoding="utf-8")
 
 

@@ -24,7 +24,7 @@ DTYPES = {
 
 def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> str:
     """Write `tensors` durably under their names, and return the file's sha256. Views of one storage are fine."""
-    header: dict[str, dict[str, object]] = {}
+    header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors:
         start, end = end, end + tensor.numel() * tensor.element_size()

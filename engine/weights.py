@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from engine import tensorfile
 from engine.comm import TensorAxis, gather_dim
 from engine.config import ModelShape
 from engine.families import shape_of_config
@@ -135,7 +135,7 @@ def write(
     def put() -> None:
         nonlocal held, size
         path = directory / f"piece-{len(pieces)}.safetensors.part"
-        save_file(held, path, metadata={"format": "pt"})
+        tensorfile.write(path, list(held.items()))
         pieces.append((path, list(held)))
         held, size = {}, 0
 

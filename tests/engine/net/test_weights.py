@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -181,6 +182,13 @@ def test_two_ranks_give_back_the_same_bits_at_the_true_size(
     llama(tmp_path, tie_word_embeddings=tied)
     world2.run(ranks.there_and_back, tmp_path, parallel)
     assert_same_bits(tensors(tmp_path / "ours"), tensors(tmp_path))
+
+
+def test_a_full_disk_is_told_by_its_number(tmp_path: Path) -> None:
+    (tmp_path / "piece-0.safetensors.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as full:
+        exported(nets.decoder(nets.shape()), tmp_path)
+    assert full.value.errno == errno.ENOSPC
 
 
 def test_a_rank_that_cannot_write_does_not_leave_the_others_gathering(world2: World, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine import checkpoint, weights
+from engine import checkpoint, export, weights
 from engine.mesh import alone
 from engine.model import Decoder
 from tests.engine.train import runs
@@ -96,6 +96,16 @@ def test_a_lora_checkpoint_holds_the_adapters_alone_and_knows_its_base(adapted, 
     # Rank 4 beside q and o (32, 32), k and v (32, 16), gate, up and down (32, 48); two layers; weight and two moments.
     each = 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
     assert sum(tensor.numel() for tensor in held.values()) == 3 * 2 * each
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "describe", full)
+    with pytest.raises(OSError, match="No space"):
+        runs.events_of(tmp_path, runs.config(training={"steps": 1}))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "data", "prepared", "run.json"]
 
 
 def test_without_merging_there_is_only_an_adapter_and_types_are_kept_or_asked_for(base, tmp_path):
