@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 from sqlalchemy import Connection, Engine, create_engine, event, func, select
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session, sessionmaker
 
 if TYPE_CHECKING:
@@ -17,6 +19,9 @@ log = structlog.get_logger(__name__)
 
 BUSY_SECONDS = 15
 """How long a writer waits for another one before it gives up."""
+
+AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
+"""The database is not there, is busy or takes no writes: the same can work later. Any other error would come back."""
 
 _AFTER_COMMIT = "after_commit"
 
@@ -72,14 +77,26 @@ def lock(session: Session, name: str) -> None:
 def open_engine(url: str) -> Engine:
     """An engine for `url` with the settings that make the two databases alike."""
     if url.startswith("sqlite"):
-        engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS}, pool_size=16, max_overflow=48)
+        engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS}, **_POOL)
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
         return engine
     # A pre-ping costs one round trip and spares every request after the database was restarted.
-    return create_engine(
-        url, pool_pre_ping=True, pool_size=16, max_overflow=48, connect_args={"connect_timeout": 5}, pool_timeout=15
-    )
+    engine = create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": 5}, **_POOL)
+    event.listen(engine, "connect", _prepare_postgresql)
+    return engine
+
+
+# Errors go to logs and to jobs: what was written, such as a digest or a line of training data, must not go with them.
+_POOL: dict[str, Any] = {"pool_size": 16, "max_overflow": 48, "pool_timeout": 15, "hide_parameters": True}
+
+
+def _prepare_postgresql(connection: Any, record: object) -> None:
+    # A host that loses its power inside a transaction would keep the locks until TCP gives up on it, hours later. The
+    # server's own clock ends that, and whoever waits for a lock gives up as on SQLite.
+    for setting in ("lock_timeout", "idle_in_transaction_session_timeout"):
+        connection.execute(f"SET {setting} = {int(BUSY_SECONDS * 1000)}")
+    connection.commit()
 
 
 def _prepare_sqlite(connection: Any, record: object) -> None:

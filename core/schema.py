@@ -8,7 +8,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Engine, func, select
+from sqlalchemy import Engine, func, select, text
 
 from core.db import open_engine
 
@@ -39,6 +39,8 @@ def _run(url: str, direction: str, revision: str) -> None:
     try:
         with engine.begin() as connection:
             if engine.dialect.name == "postgresql":
+                # Another process may take its time to migrate.
+                connection.execute(text("SET LOCAL lock_timeout = 0"))
                 connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended("migrations", 0))))
             config.attributes["connection"] = connection
             getattr(command, direction)(config, revision)

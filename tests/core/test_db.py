@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import select, text, update
+from sqlalchemy.exc import IntegrityError
 
-from core.db import Database, after_commit, lock
+from core import db
+from core.db import AWAY, Database, after_commit, lock
+from core.keys import DEFAULT_PROJECT
 from core.models import Project
 from tests import make
 
@@ -92,3 +96,48 @@ def test_a_lock_lets_one_transaction_past_at_a_time(database: Database) -> None:
         for future in [pool.submit(first), pool.submit(second)]:
             future.result(60)
     assert order == ["first", "second"]
+
+
+@pytest.fixture
+def hasty(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+    """A second process on `database`, that gives up and is given up after a moment."""
+    monkeypatch.setattr(db, "BUSY_SECONDS", 0.2)
+    hasty = Database(database_url)
+    with hasty.reading() as session:
+        session.execute(text("SELECT 1"))
+    monkeypatch.undo()
+    yield hasty
+    hasty.close()
+
+
+RENAME = update(Project).where(Project.id == DEFAULT_PROJECT).values(name="renamed")
+
+
+def test_who_waits_too_long_for_a_lock_is_told_that_the_database_is_busy(database: Database, hasty: Database) -> None:
+    with database.session() as session:
+        session.execute(RENAME)
+        with pytest.raises(AWAY), hasty.session() as waiting:
+            waiting.execute(RENAME)
+
+
+def test_a_process_that_is_gone_amid_a_transaction_keeps_nobody_out(
+    kind: str, database: Database, hasty: Database
+) -> None:
+    if kind == "sqlite":
+        pytest.skip("on SQLite the lock ends with the process, which is on this host")
+
+    def vanishes() -> None:
+        with hasty.session() as gone:
+            gone.execute(RENAME)
+            # It says nothing more. This waits for its lock, which nobody but the server can take from it.
+            with database.session() as session:
+                session.execute(RENAME)
+
+    with pytest.raises(AWAY):
+        vanishes()
+
+
+def test_an_error_does_not_tell_what_was_written(database: Database) -> None:
+    with pytest.raises(IntegrityError) as refusal, database.session() as session:
+        session.add(Project(id=DEFAULT_PROJECT, name="a secret"))
+    assert "a secret" not in str(refusal.value)
