@@ -6,7 +6,7 @@ from math import gcd
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Part(BaseModel):
@@ -138,6 +138,13 @@ class Data(Part):
     """Fill rows with several examples, isolated from one another."""
     overlong: Literal["error", "drop", "truncate"] = "error"
     """What happens to an example longer than a row. Plain text is cut into rows and is never overlong."""
+
+    @field_validator("validation")
+    @classmethod
+    def leaves_something(cls, held_out: Path | float | None) -> Path | float | None:
+        if isinstance(held_out, float) and not 0 < held_out < 1:
+            raise ValueError(f"the fraction held out must lie between 0 and 1, and {held_out:g} does not; try 0.1")
+        return held_out
 
 
 class Training(Part):

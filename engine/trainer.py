@@ -245,8 +245,10 @@ class Work:
             loss_sum += parts.loss_sum.detach()
         norm = self.optimizer.sum_gradients()
         loss = self._over_data(loss_sum).item() / max(1, agreed.labels)
-        if not (isfinite(loss) and isfinite(norm)):
-            raise non_finite(number, loss=loss, norm=norm)
+        if not isfinite(loss):
+            raise non_finite(number, f"the loss is {loss}")
+        if not isfinite(norm):
+            raise non_finite(number, f"the gradient's norm is {norm}")
         self.optimizer.update(lr=lr, norm=norm)
         seconds = time.perf_counter() - begun
         tokens = self.loader.tokens(self.step)
@@ -279,7 +281,9 @@ class Work:
         self.decoder.train()
         loss_sum, labels, correct = self._over_data(sums).tolist()
         labels = max(1, int(labels))
-        self.emit(Evaluated(step=self.step, loss=loss_sum / labels, token_accuracy=correct / labels, tokens=labels))
+        if not isfinite(loss := loss_sum / labels):
+            raise non_finite(self.step, f"the validation loss is {loss}")
+        self.emit(Evaluated(step=self.step, loss=loss, token_accuracy=correct / labels, tokens=labels))
 
     def save(self) -> None:
         """Publish a checkpoint of this step, unless the run already has one to go on from."""
@@ -360,8 +364,7 @@ def is_due(step: int, every: int | None, total_steps: int) -> bool:
     return step == total_steps or (every is not None and step % every == 0)
 
 
-def non_finite(step: int, *, loss: float, norm: float) -> RunFailure:
-    what = f"the loss is {loss}" if not isfinite(loss) else f"the gradient's norm is {norm}"
+def non_finite(step: int, what: str) -> RunFailure:
     return RunFailure(
         "non_finite_loss",
         f"{what} at step {step}",

@@ -346,6 +346,8 @@ class _Source:
 
     def __iter__(self) -> Iterator[tuple[int, Example]]:
         paths = [self.run_dir / path for path in self.files]
+        if missing := [path for path in self.files if not (self.run_dir / path).is_file()]:
+            raise InvalidData([Finding(0, f"there is no file {missing[0]}")])
         total, done = sum(path.stat().st_size for path in paths), 0
 
         def chunks(path: Path) -> Iterator[bytes]:

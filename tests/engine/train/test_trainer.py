@@ -251,6 +251,21 @@ def test_a_loss_that_is_not_finite_fails_naming_the_step(tmp_path, signals):
     assert "training.lr" in event.hint
 
 
+def test_a_validation_loss_that_is_not_finite_fails_as_the_loss_would(tmp_path, signals):
+    run = {"training": {"steps": 1, "lr": 1e38, "warmup": 0, "clip": None}, "data": {"validation": 0.2}}
+    runs.write(tmp_path, runs.config(**run))
+    event = failed(tmp_path)
+    assert event.code == "non_finite_loss"
+    assert event.message == "the validation loss is nan at step 1"
+
+
+def test_a_data_file_that_is_not_there_fails_naming_it(tmp_path, signals):
+    runs.write(tmp_path, runs.config())
+    (tmp_path / "data" / "train.txt").unlink()
+    event = failed(tmp_path)
+    assert (event.code, event.message) == ("invalid_data", "there is no file data/train.txt")
+
+
 def test_bad_data_fails_with_its_line(tmp_path, signals):
     runs.write(tmp_path, runs.config(**runs.COMPLETION))
     with (tmp_path / "data" / "train.jsonl").open("a") as file:
@@ -272,6 +287,12 @@ def test_a_run_file_that_says_something_unknown_fails_naming_it(tmp_path, signal
     event = failed(tmp_path)
     assert event.code == "invalid_model"
     assert "modell" in event.message
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 0, 1, 5])
+def test_a_fraction_that_holds_out_nothing_or_everything_is_refused(fraction):
+    with pytest.raises(ValueError, match=r"data\.validation\n.*must lie between 0 and 1"):
+        runs.config(data={"validation": fraction})
 
 
 @pytest.mark.parametrize(
