@@ -75,12 +75,31 @@ def add(
     """One more event of a job whose row is locked."""
     job.last_event += 1
     event = JobEvent(
-        job_id=job.id, seq=job.last_event, attempt=job.attempt, type=type, level=level, message=message, data=data
+        job_id=job.id,
+        seq=job.last_event,
+        attempt=job.attempt,
+        type=type,
+        level=level,
+        message=storable(message),
+        data=storable(data),
     )
     if created_at is not None:
         event.created_at = created_at
     session.add(event)
     return event
+
+
+def storable(value: Any) -> Any:
+    """The same without NUL, which PostgreSQL has no place for; what processes print may hold anything."""
+    match value:
+        case str():
+            return value.replace("\0", "\ufffd")
+        case dict():
+            return {storable(name): storable(inner) for name, inner in value.items()}
+        case list():
+            return [storable(inner) for inner in value]
+        case _:
+            return value
 
 
 def _metrics(session: Session, job: Job, step: int, values: dict[str, float | None]) -> None:

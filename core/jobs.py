@@ -273,6 +273,9 @@ def _move(
     **values: Any,
 ) -> Job:
     session.flush()
+    # Reasons and errors may be in the words of whatever broke.
+    message = history.storable(message)
+    values = {name: history.storable(value) for name, value in values.items()}
     job = session.scalars(
         update(Job)
         .where(Job.id == job_id, Job.state.in_(sources(to)), *where)

@@ -7,6 +7,7 @@ from sqlalchemy.orm import Session
 
 from core import events, jobs, metrics
 from core.errors import InvalidMove
+from core.failures import of_event
 from core.keys import Account
 from core.models import Job
 from core.states import JobState
@@ -123,6 +124,18 @@ def test_events_keep_their_time_their_level_and_their_facts(session: Session) ->
     log, last = events.since(session, job.id, 1)
     assert (log.level, log.message, log.data) == ("warning", "slow disk", {"message": "slow disk", "rank": 0})
     assert (last.level, last.created_at, last.data["code"]) == ("error", 1_700_000_005.5, "non_finite_loss")
+
+
+def test_words_that_postgresql_has_no_place_for_are_recorded_without_it(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    failed = Failed(seq=2, code="internal", message="no\0good", hint="a\0b")
+    assert jobs.record(session, job.id, fence=1, events=[Log(seq=1, message="a\0b"), failed]) == 2
+    jobs.move(session, job.id, S.FAILED, fence=1, error=of_event(failed))
+    words = [event.message for event in events.since(session, job.id, 1)]
+    assert words == ["a\ufffdb", "no\ufffdgood", "no\ufffdgood"]
+    found = jobs.find(session, job.id)
+    assert found.error is not None
+    assert found.error["hint"] == "a\ufffdb"
 
 
 @pytest.mark.parametrize("state", [S.QUEUED, S.PAUSED, S.SUCCEEDED, S.CANCELLED])
