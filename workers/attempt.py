@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import structlog
 from sqlalchemy import select
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from core import artifacts, checkpoints, joblogs, jobs
+from core.db import AWAY
 from core.errors import InvalidMove
 from core.failures import failure
 from core.models import Job, Node, Slot
@@ -120,6 +120,8 @@ class Attempt:
         if outcome.action in {Action.CANCEL, Action.ABANDON}:
             return outcome
         self.meanwhile(self.publisher.flush, unless=DONE_FOR)
+        # What went wrong with the last ones is told like what went wrong on the way.
+        self.record([*drained(self.asides)])
         if isinstance(self.last, Finished):
             export = self.run_dir / self.last.export
             self.meanwhile(lambda: artifacts.publish(self.services, self.job, export), unless=DONE_FOR)
@@ -200,7 +202,7 @@ class Attempt:
         except InvalidMove:
             self.orders.give(Wish.LOST)
             return []
-        except SQLAlchemyError as error:
+        except AWAY as error:
             log.warning("events not recorded yet", events=len(events), error=str(error))
             return events
         for event in events:
@@ -250,7 +252,7 @@ class Attempt:
                 if final is outcome:
                     return final
                 outcome = final
-            except SQLAlchemyError as error:
+            except AWAY as error:
                 log.warning("end not written yet", error=str(error))
                 if self.orders.wait(RETRY_SECONDS) is Wish.LOST:
                     return WISHED[Wish.LOST]

@@ -12,6 +12,7 @@ from time import monotonic
 import psutil
 import pytest
 from sqlalchemy import select, update
+from sqlalchemy.exc import DataError
 
 from core import jobs
 from core.models import Artifact, Checkpoint, Job, JobEvent, Metric, Slot
@@ -19,7 +20,8 @@ from core.services import Services
 from core.states import JobState
 from tests.workers.conftest import fake_engine, place_job
 from workers import tidy
-from workers.launcher import LocalLauncher
+from workers.attempt import Attempt
+from workers.launcher import Handle, LocalLauncher, Status
 from workers.orders import Orders
 from workers.outcome import Action, Outcome, Wish
 from workers.supervisor import supervise
@@ -277,6 +279,51 @@ def test_a_checkpoint_that_could_not_be_uploaded_is_a_warning_and_the_next_one_c
     assert job_of(services, job_id).state is JobState.SUCCEEDED
     assert checkpoints_of(services, job_id) == [10]
     assert any("step 5 was not published: no space left" in message for message in messages_of(services, job_id))
+
+
+def test_also_the_last_checkpoint_that_could_not_be_uploaded_is_told(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_tree = services.storage.put_tree
+    ended = Event()
+    follow = Attempt.follow
+
+    def full_after_the_end(prefix: str, folder: os.PathLike[str]) -> object:
+        if "checkpoints" in prefix:
+            assert ended.wait(DEADLINE_SECONDS)
+            raise OSError(28, "No space left on device")
+        return put_tree(prefix, folder)  # type: ignore[arg-type]
+
+    def followed(attempt: Attempt, handle: Handle) -> Status:
+        status = follow(attempt, handle)
+        ended.set()
+        return status
+
+    monkeypatch.setattr(services.storage, "put_tree", full_after_the_end)
+    monkeypatch.setattr(Attempt, "follow", followed)
+    job_id = place_job(services, steps=5, checkpoint_every=5)
+
+    supervised(services, job_id, fake_engine())
+
+    assert job_of(services, job_id).state is JobState.SUCCEEDED
+    assert any("step 5 was not published: no space left" in message for message in messages_of(services, job_id))
+
+
+def test_an_event_that_no_database_takes_costs_an_attempt_and_not_for_ever(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*unused: object, **unused_too: object) -> int:
+        raise DataError("insert", {}, Exception("there is no place for this"))
+
+    monkeypatch.setattr(jobs, "record", refuses)
+    job_id = place_job(services)
+
+    outcome = supervised(services, job_id, fake_engine())
+
+    assert outcome is not None
+    assert outcome.action is Action.LOSE
+    assert "no place for this" in outcome.reason
+    assert_nothing_left(services, job_id)
 
 
 def test_a_result_that_could_not_be_uploaded_is_a_lost_attempt_and_says_disk_full(
