@@ -28,24 +28,22 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    import torch
-
     from engine.generate import serve
+    from engine.mesh import device_named
 
     try:
-        serve(arguments.model, sys.stdin, sys.stdout, device=torch.device(arguments.device))
+        serve(arguments.model, sys.stdin, sys.stdout, device=device_named(arguments.device))
     except ValueError as error:
         return refused(error)
     return 0
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    import torch
-
     from engine.generate import Sampler, Sampling
+    from engine.mesh import device_named
 
     try:
-        sampler = Sampler.load(arguments.model, torch.device(arguments.device))
+        sampler = Sampler.load(arguments.model, device_named(arguments.device))
         asked = {name: getattr(arguments, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
         completion = sampler.complete(sampler.tokenizer.prompt(arguments.prompt), Sampling(**asked))
     except ValueError as error:

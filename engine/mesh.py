@@ -90,6 +90,19 @@ def alone(device: torch.device) -> Mesh:
     return Mesh(Parallel(), world_rank=0, device=device)
 
 
+def device_named(name: str) -> torch.device:
+    """`cpu`, `cuda` or `cuda:N`. Raises ValueError where this host has no such device."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"there is no device {name!r}; use cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"there is no device {name}: torch sees {count} CUDA devices here; use fewer ranks, or cpu")
+    return device
+
+
 def build(
     parallel: Parallel, device: Literal["cpu", "cuda"] = "cpu", *, timeout: timedelta = timedelta(minutes=10)
 ) -> Mesh:
@@ -97,7 +110,8 @@ def build(
 
     The rank comes from RANK, WORLD_SIZE and LOCAL_RANK, as torchrun sets them (without them: one rank). On CUDA each
     rank takes the device of its local rank. A collective that waits longer than `timeout` raises. An already formed
-    world is used as it is and left open by `close`. Raises ValueError where `parallel` asks for other than those ranks.
+    world is used as it is and left open by `close`. Raises ValueError where `parallel` asks for other than those ranks,
+    or for a device that is not there.
     """
     me = standing()
     world_rank, world_size, local_rank = me.world_rank, me.world_size, me.local_rank
@@ -106,7 +120,7 @@ def build(
             f"parallel asks for {parallel.ranks} ranks ({_asked(parallel)}) but {world_size} run; "
             f"start {parallel.ranks} or change parallel"
         )
-    where = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+    where = device_named(f"cuda:{local_rank}" if device == "cuda" else "cpu")
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if world_size == 1:

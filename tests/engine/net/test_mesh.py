@@ -23,6 +23,19 @@ def test_a_mesh_of_another_size_than_the_world_is_refused() -> None:
         mesh.build(Parallel(tensor=2))
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        pytest.param(f"cuda:{torch.cuda.device_count()}", "torch sees", id="one too many"),
+        pytest.param("gpu", "use cpu, cuda or cuda:N", id="no such kind"),
+        pytest.param("meta", "use cpu, cuda or cuda:N", id="a kind that holds no numbers"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_with_what_is(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mesh.device_named(name)
+
+
 def sum_over_tensor() -> float:
     grid = mesh.build(Parallel(tensor=2))
     x = torch.tensor([float(grid.rank("tensor") + 1)])
