@@ -70,10 +70,8 @@ FINETUNE: dict[str, Any] = {
     "name": "python-answers",
     "data": {"seq_len": 256},
     "method": {"type": "lora", "rank": 16, "alpha": 32},
-    "training": {"epochs": 25, "global_batch": 2, "lr": 3e-3},
+    "training": {"epochs": 40, "global_batch": 2, "lr": 6e-3},
 }
-QUESTION = "What does break do?"
-
 console = Console(highlight=False)
 
 
@@ -232,8 +230,11 @@ def reload(model: Path) -> int:
     """Read the merged weights without the service and let the engine alone speak from them; how many there are."""
     with safe_open(model / "model.safetensors", framework="pt") as tensors:
         weights: int = sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    question = "What is a tuple?"
+    messages = [{"role": "user", "content": question}]
     said = subprocess.run(
-        [sys.executable, "-m", "engine", "generate", model, "--prompt", "The statement", "--max-tokens", "24"],
+        [sys.executable, "-m", "engine", "serve", model],
+        input=json.dumps({"id": "1", "messages": messages, "max_tokens": 40, "temperature": 0}) + "\n",
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -242,7 +243,7 @@ def reload(model: Path) -> int:
     )
     if said.returncode:
         raise Failed(f"the engine does not read {model}:\n{said.stderr}")
-    quote("engine alone", "The statement", said.stdout)
+    quote("engine alone", question, json.loads(said.stdout.splitlines()[-1])["text"])
     return weights
 
 
@@ -250,13 +251,14 @@ def speak(client: Client, pretrained: dict[str, Any], tuned: dict[str, Any]) -> 
     prompt = "The for statement is used to"
     went_on = client.complete(pretrained["model"], prompt, max_tokens=40, temperature=0.7, seed=1)
     quote("/v1/completions", prompt, went_on["choices"][0]["text"])
-    answer = client.chat(tuned["model"], [{"role": "user", "content": QUESTION}], max_tokens=40, temperature=0, seed=1)
-    quote("/v1/chat/completions", QUESTION, answer["choices"][0]["message"]["content"])
+    question = "What does break do?"
+    answer = client.chat(tuned["model"], [{"role": "user", "content": question}], max_tokens=40, temperature=0)
+    quote("/v1/chat/completions", question, answer["choices"][0]["message"]["content"])
 
 
 def quote(source: str, prompt: str, text: str) -> None:
     shown = " ".join(text.split())
-    console.print(f"\n[bold]{source}[/]  {prompt} [cyan]…[/]", markup=True)
+    console.print(f"\n[bold]{source}[/]  {prompt}")
     console.print(f"  {shown}", style="cyan", markup=False)
 
 
