@@ -312,8 +312,12 @@ def safe_step(run_file: Path) -> int:
 def resumed_step(run_file: Path) -> int:
     """The step that the run goes on from; 0 where it starts, or where `engine.checkpoint` will say what is wrong."""
     resume = RunConfig.model_validate_json(run_file.read_bytes()).resume
-    index = run_file.parent / resume / "index.json" if resume is not None else None
-    return int(json.loads(index.read_text())["step"]) if index is not None and index.is_file() else 0
+    if resume is None:
+        return 0
+    try:
+        return int(json.loads((run_file.parent / resume / "index.json").read_text())["step"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def kernel_memory_kills() -> int:

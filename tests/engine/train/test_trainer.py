@@ -169,6 +169,14 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         runs.events_of(tmp_path, run)
 
 
+def test_a_checkpoint_with_a_damaged_index_is_refused_by_its_manifest(tmp_path, signals):
+    runs.events_of(tmp_path, runs.config(training={"steps": 1}))
+    runs.write(tmp_path, runs.config(training={"steps": 2}, resume="checkpoints/step-00000001"))
+    index = tmp_path / "checkpoints" / "step-00000001" / "index.json"
+    index.write_bytes(index.read_bytes()[:100])
+    assert failed(tmp_path).message.startswith("checkpoint step-00000001: index.json has 100 bytes where")
+
+
 # ---- Told to stop ----
 
 
