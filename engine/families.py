@@ -76,6 +76,9 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     if missing:
         raise ValueError(f"config.json: {', '.join(missing)} missing")
     sizes = {ours: config[theirs] for ours, theirs in SIZES.items()}
+    for ours, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ValueError(f"config.json: {SIZES[ours]}={size!r} is not a whole number from 1")
     scaling, theta = _rope(config)
     try:
         # Hugging Face's defaults for llama stand in for what a config may leave out.

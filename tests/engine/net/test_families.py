@@ -77,6 +77,8 @@ def test_a_shape_survives_its_config(scaling: dict[str, Any] | None) -> None:
         ),
         pytest.param({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor", id="partial rope"),
         pytest.param({"vocab_size": None}, "vocab_size missing", id="size"),
+        pytest.param({"num_attention_heads": 0}, "num_attention_heads=0 is not a whole number", id="no heads"),
+        pytest.param({"hidden_size": "32"}, "hidden_size='32' is not a whole number", id="a size in words"),
         pytest.param({"num_key_value_heads": 3}, "num_kv_heads=3 must divide", id="groups"),
     ],
 )
