@@ -50,7 +50,7 @@ def read_shape(directory: Path) -> ModelShape:
 def read_dtype(directory: Path) -> torch.dtype:
     """The type that the folder's embedding is stored in. Raises InvalidWeights as `load` does."""
     with _Folder(directory) as folder:
-        return folder.whole("model.embed_tokens.weight").dtype
+        return folder.piece("model.embed_tokens.weight", 0, 0, 1).dtype
 
 
 def load(decoder: Decoder, directory: Path) -> None:
@@ -215,7 +215,10 @@ class _Folder:
     def _located(self) -> Mapping[str, str]:
         index = self.directory / INDEX
         if index.is_file():
-            where: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
+            try:
+                where: Mapping[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise InvalidWeights(f"{index} is damaged: it has no weight_map that can be read") from error
             if strange := [file for file in where.values() if Path(file).name != file]:
                 raise InvalidWeights(f"{index}: {strange[0]!r} is not a file of the folder")
             return where

@@ -172,6 +172,10 @@ def test_the_index_is_the_authority(tmp_path: Path) -> None:
     index.write_text(index.read_text().replace(first.name, "../moved.safetensors"))
     with pytest.raises(InvalidWeights, match="not a file of the folder"):
         nets.loaded(tmp_path / "pieces")
+    for damaged in ("{", "[]", "{}"):
+        index.write_text(damaged)
+        with pytest.raises(InvalidWeights, match=r"index\.json is damaged"):
+            nets.loaded(tmp_path / "pieces")
 
 
 @pytest.mark.parametrize("parallel", [Parallel(tensor=2), Parallel(data=2)], ids=["tensor 2", "data 2"])
