@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engine import checkpoint
 from engine.checkpoint import BadCheckpoint, Facts
@@ -129,6 +129,19 @@ def test_a_damaged_checkpoint_is_refused_in_words(tmp_path, harm, says):
 def test_a_checkpoint_of_other_base_weights_is_refused(tmp_path):
     with pytest.raises(BadCheckpoint, match="other base weights"):
         load_alone(save_alone(tmp_path), base="another")
+
+
+@pytest.mark.parametrize("changed", ["q", "v"])
+def test_a_base_that_differs_in_one_matrix_has_another_fingerprint(tmp_path, changed):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        matrices = {matrix: torch.ones(600, 600) for matrix in "qv"}
+        if name == "other":
+            matrices[changed] += 1
+        save_file(matrices, tmp_path / name / "model.safetensors")
+    assert checkpoint.fingerprint(tmp_path / "one") != checkpoint.fingerprint(tmp_path / "other")
+    assert checkpoint.fingerprint(tmp_path / "one") == checkpoint.fingerprint(tmp_path / "one")
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
