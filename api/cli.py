@@ -128,18 +128,25 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on, 0 for a free one. TRAINSHED_PORT too.")] = None,
 ) -> None:
     """Run all of it on this machine, in the foreground: broker, database, API, worker, upkeep."""
+    given: dict[str, Any] = {"data_dir": data_dir, "host": host, "port": port}
+    with starting():
+        from api.serve import serve as run
+        from core.settings import Settings
+
+        run(Settings(**{name: value for name, value in given.items() if value is not None}), typer.echo)
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """For what is started on this machine: why it can't be becomes words and an exit code."""
     # Here and not above: what only talks to a server need not load what a server is made of.
     from pydantic import ValidationError
 
     from api.serve import Refused
-    from api.serve import serve as run
     from core.errors import Unavailable
-    from core.settings import Settings
 
-    given: dict[str, Any] = {"data_dir": data_dir, "host": host, "port": port}
     try:
-        settings = Settings(**{name: value for name, value in given.items() if value is not None})
-        run(settings, typer.echo)
+        yield
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         fail(f"A setting can't be used: {wrong}", Exit.USAGE)
@@ -162,11 +169,12 @@ def api() -> None:
 @app.command()
 def migrate() -> None:
     """Bring the database to the schema of this version, and make the first key; for parts that run on their own."""
-    from api.serve import prepare
-    from core.settings import Settings
+    with starting():
+        from api.serve import prepare
+        from core.settings import Settings
 
-    if secret := prepare(Settings()):
-        typer.echo(f"The first admin key, shown this once and kept nowhere: {secret}")
+        if secret := prepare(Settings()):
+            typer.echo(f"The first admin key, shown this once and kept nowhere: {secret}")
 
 
 @app.command()

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import IO
 
 import httpx
+from alembic.util import CommandError
+from sqlalchemy.exc import OperationalError
 
 from core import broker, keys, schema
 from core.db import Database
@@ -31,6 +33,8 @@ STEADY_SECONDS = 30.0
 """A child that lived this long is healthy: its next death starts from the shortest back-off again."""
 API_SECONDS = 5.0
 """How long the API and upkeep may take to end."""
+HURRY_SECONDS = 15.0
+"""How long a part may take to end at once: a node has to see its runs' processes gone, and its own children."""
 DRAIN_MARGIN_SECONDS = 15.0
 """What a draining node gets beyond the grace of its runs."""
 
@@ -90,12 +94,16 @@ class Child:
             self.process.terminate()
 
     def wait(self, hurry: threading.Event) -> None:
-        """See it end; what does not end in time, or when there is a hurry, is killed with its whole group."""
+        """See it end; what does not end in time is killed with its whole group. In a hurry it is asked once more."""
         if not self.process:
             return
-        deadline = time.monotonic() + self.grace_seconds
-        while self.process.poll() is None and time.monotonic() < deadline and not hurry.is_set():
-            hurry.wait(POLL_SECONDS / 4)
+        deadline, hurried = time.monotonic() + self.grace_seconds, False
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if hurry.is_set() and not hurried:
+                # A node that is killed leaves its runs behind. Asked a second time, it ends them and itself.
+                self.process.terminate()
+                deadline, hurried = min(deadline, time.monotonic() + HURRY_SECONDS), True
+            time.sleep(POLL_SECONDS / 4)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -154,8 +162,18 @@ def _end(children: list[Child], hurry: threading.Event, say: Say) -> None:
 
 
 def prepare(settings: Settings) -> str | None:
-    """Bring the schema up to this version, and make the first key. Its secret is returned when it was just made up."""
-    schema.upgrade(settings.database)
+    """Bring the schema up to this version, and make the first key. Its secret is returned when it was just made up.
+
+    Raises Refused where the database can't be used as it is.
+    """
+    try:
+        schema.upgrade(settings.database)
+    except OperationalError as error:
+        raise Refused(
+            f"The database can't be used: is DATABASE_URL right, and the server up? It says: {error.orig}"
+        ) from error
+    except CommandError as error:
+        raise Refused(f"The database is not of this version, nor of an earlier one: {error}") from error
     database = Database(settings.database)
     try:
         with database.session() as session:

@@ -166,3 +166,44 @@ def test_a_port_that_is_taken_is_said_in_words(data_dir):
         with serving(data_dir, "--port", str(taken.getsockname()[1])) as service:
             service.until("choose another --port")
             assert service.process.wait(STOP_SECONDS) == 2
+
+
+def test_a_second_ctrl_c_waits_for_nothing_to_be_saved_and_leaves_nobody(data_dir):
+    with serving(data_dir, "--port", "0") as service:
+        url = service.until(r"at (http://127\.0\.0\.1:\d+) ").group(1)
+        key = service.until(r"(ts_\S{20,})").group(1)
+        service.until("Ready")
+        with Client(url, key) as client:
+            file = driving.upload(client.http)["id"]
+            job = client.submit(driving.spec(file, training={"steps": 100_000, "global_batch": 1, "precision": "fp32"}))
+            first_step_after(client, job["id"], 0)
+        for rank in working_in(data_dir / "runs" / job["id"]):
+            # So that there is something to wait for, for as long as it may take.
+            rank.suspend()
+        service.process.send_signal(signal.SIGINT)
+        service.until("once more ends them at once")
+        assert service.stop() == 0
+        wait_for(lambda: left(data_dir) == [])
+
+
+def working_in(folder: Path) -> list[psutil.Process]:
+    """The ranks that train there."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(folder) in " ".join(process.info["cmdline"] or []) and "train" in process.info["cmdline"]
+    ]
+
+
+@pytest.mark.parametrize("command", ["serve", "migrate"])
+def test_a_database_that_is_not_there_is_said_in_words(tmp_path, command):
+    environment = os.environ | {"TRAINSHED_DATA_DIR": str(tmp_path), "TRAINSHED_PORT": "0"}
+    answer = subprocess.run(
+        [*COMMAND[:-1], command],
+        env=environment | {"DATABASE_URL": "postgresql://somebody:hush@127.0.0.1:1/nothing"},
+        capture_output=True, text=True, timeout=STOP_SECONDS,
+    )  # fmt: skip
+    assert answer.returncode == 2
+    assert "is DATABASE_URL right" in answer.stderr
+    assert "hush" not in answer.stdout + answer.stderr
+    assert "Traceback" not in answer.stderr
