@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 
-from core.errors import DomainError, InvalidFile, InvalidKey
+from core.db import AWAY
+from core.errors import DomainError, InvalidFile, InvalidKey, Unavailable
 
 log = structlog.get_logger()
 
@@ -177,6 +178,13 @@ def install(app: FastAPI) -> None:
         # What no database takes can stand in any text of any request; each text would have to say so otherwise.
         log.info("a request can't be stored", error=type(error).__name__)
         return domain_error(InvalidRequest("A text holds NUL or half a surrogate pair, or a number is beyond 64 bits."))
+
+    async def on_absence(request: Request, error: Exception) -> JSONResponse:
+        log.warning("the database is away", error=str(error))
+        return domain_error(Unavailable("The database is away or busy; try again in a moment."))
+
+    for kind in AWAY:
+        app.exception_handler(kind)(on_absence)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:

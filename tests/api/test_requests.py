@@ -5,6 +5,7 @@ import socket
 
 import httpx
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from core import nodes
 from tests.api import driving
@@ -116,6 +117,14 @@ def test_our_own_mistakes_show_an_id_and_no_stack(http, monkeypatch):
     assert error["type"] == "server_error"
     assert "secret" not in answer.text
     assert "Traceback" not in answer.text
+
+
+def test_a_database_that_is_away_is_a_reason_to_try_again(http, monkeypatch):
+    def listing(session):
+        raise OperationalError("SELECT", {}, Exception("the server closed the connection"))
+
+    monkeypatch.setattr(nodes, "listing", listing)
+    assert envelope(http.get("/v1/nodes"), 503)["code"] == "unavailable"
 
 
 def test_every_answer_has_an_id_of_its_own(http):
