@@ -87,15 +87,15 @@ def describe(
     ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
     config = families.config_of(decoder.shape, **ids, dtype=NAMES[dtype])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    # An answer ends where a turn does, besides where a text does.
-    generation = {
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": list(tokenizer.stop_ids),
-        "pad_token_id": tokenizer.pad_id,
-    }
+    generation: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
     if run.base is not None and (run_dir / run.base / "generation_config.json").is_file():
-        # A chat model's own has the ends of turns, and how its makers sample.
+        # It says how the base's makers sample.
         generation = json.loads((run_dir / run.base / "generation_config.json").read_text())
+    # An answer ends where a turn does, which a base that never chatted doesn't know, besides where a text does.
+    ends = generation.get("eos_token_id") or []
+    generation["eos_token_id"] = list(
+        dict.fromkeys([*(ends if isinstance(ends, list) else [ends]), *tokenizer.stop_ids])
+    )
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     tokenizer.save(folder)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -59,6 +60,24 @@ def test_transformers_loads_the_export_and_gives_the_same_logits(base):
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, logits(folder), rtol=1e-5, atol=1e-5)
     assert model.generation_config.pad_token_id is not None
+
+
+def test_a_base_that_never_chatted_stops_at_the_end_of_a_turn_and_samples_as_its_makers_said(base, tmp_path):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    before = base / "export" / "model"
+    shutil.copytree(before, tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": 256, "temperature": 0.6}')
+    run = runs.config(
+        objective="sft",
+        data={"train": ["data/train.jsonl"], "format": "completion", "seq_len": 32},
+        model=None, base="base", tokenizer={"type": "base"}, training={"steps": 1},
+    )  # fmt: skip
+    runs.events_of(tmp_path, run)
+    generation = GenerationConfig.from_pretrained(tmp_path / "export" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export" / "model")
+    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert (generation.eos_token_id, generation.temperature) == (ends, 0.6)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
