@@ -64,7 +64,10 @@ def parts_of(
 
     def model(folder: Path) -> None:
         dtype = dtype_of(run, run_dir)
-        state = weights.whole_state(decoder) if run.lora is None else lora.merged_state(decoder)
+        if run.lora is None or run.base is None:
+            state = weights.whole_state(decoder)
+        else:
+            state = lora.merged_state(decoder, run_dir / run.base)
         weights.write(decoder, folder, state, dtype)
         if decoder.mesh.world_rank == 0:
             describe(folder, run, run_dir, decoder, tokenizer, dtype)

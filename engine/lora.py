@@ -25,7 +25,7 @@ from engine.dropout import Draw, dropout
 from engine.linear import ColumnLinear, RowLinear
 from engine.model import Decoder, generator_of
 from engine.placement import Placement, empty_local, place, placement_of, shard
-from engine.weights import InvalidWeights, whole, whole_state
+from engine.weights import Folder, InvalidWeights, whole
 
 TARGETS = {
     "q": "self_attn.q_proj",
@@ -104,16 +104,22 @@ def adapt(decoder: Decoder, lora: Lora, *, seed: int) -> None:
             _draw(host.adapter.lora_A.weight, f"{name}.lora_A.weight", seed)
 
 
-def merged_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """As `weights.whole_state`, with (alpha / rank) B A added to each adapted matrix, in fp32."""
+def merged_state(decoder: Decoder, base: Path) -> Iterator[tuple[str, Tensor]]:
+    """Each weight of the folder `base` on the host, with (alpha / rank) B A added to the adapted ones, in fp32.
+
+    From the base as it is stored, not as the decoder holds it, which may be rounded to another type. All ranks of a
+    tensor axis go through it together, for the adapters are gathered from them.
+    """
     adapters = {f"{adapter.host_name}.weight": adapter for adapter in _adapters(decoder)}
-    for name, tensor in whole_state(decoder):
-        adapter = adapters.get(name)
-        if adapter is None:
-            yield name, tensor
-            continue
-        down, up = (whole(m.weight, m.weight, decoder.axis).float() for m in (adapter.lora_A, adapter.lora_B))
-        yield name, tensor.float() + (up @ down * adapter.scale).cpu()
+    with Folder(base) as folder:
+        for name, _ in decoder.named_parameters():
+            if ".adapter." in name:
+                continue
+            stored, adapter = folder.whole(name), adapters.get(name)
+            if adapter is not None:
+                down, up = (whole(m.weight, m.weight, decoder.axis).float() for m in (adapter.lora_A, adapter.lora_B))
+                stored = stored.float() + (up @ down * adapter.scale).cpu()
+            yield name, stored
 
 
 def save_adapter(decoder: Decoder, lora: Lora, directory: Path, *, base_name: str) -> None:

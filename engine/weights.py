@@ -49,7 +49,7 @@ def read_shape(directory: Path) -> ModelShape:
 
 def read_dtype(directory: Path) -> torch.dtype:
     """The type that the folder's embedding is stored in. Raises InvalidWeights as `load` does."""
-    with _Folder(directory) as folder:
+    with Folder(directory) as folder:
         return folder.piece("model.embed_tokens.weight", 0, 0, 1).dtype
 
 
@@ -60,7 +60,7 @@ def load(decoder: Decoder, directory: Path) -> None:
     another shape, or where a tied model's `lm_head.weight` is not its embedding.
     """
     parameters = {name: p for name, p in decoder.named_parameters() if ".adapter." not in name}
-    with _Folder(directory) as folder, torch.no_grad():
+    with Folder(directory) as folder, torch.no_grad():
         unknown = [name for name in folder.names() - parameters.keys() if not name.endswith(IGNORED)]
         if decoder.shape.tie_embeddings and "lm_head.weight" in unknown:
             unknown.remove("lm_head.weight")
@@ -174,15 +174,18 @@ def _name_pieces(directory: Path, pieces: list[tuple[Path, list[str]]], *, total
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-class _Folder:
-    """The tensors of a folder by name, wherever they lie. The index, where there is one, is the authority."""
+class Folder:
+    """The tensors of a folder by name, wherever they lie. The index, where there is one, is the authority.
+
+    Raises InvalidWeights, where a file is damaged or a tensor missing, from `with` and whatever asks for a tensor.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._open = ExitStack()
         self._files: dict[str, Any] = {}
 
-    def __enter__(self) -> _Folder:
+    def __enter__(self) -> Folder:
         self._where = self._located()
         return self
 

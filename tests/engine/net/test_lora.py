@@ -11,7 +11,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from engine import lora as adapters
+from engine import mesh, weights
 from engine.config import Lora
+from engine.model import Decoder
 from tests.engine.net import nets, ranks
 from tests.engine.net.test_weights import exported, llama, tensors
 from tests.worlds import World
@@ -54,7 +56,7 @@ def test_an_adapter_that_peft_wrote_is_read(tmp_path: Path) -> None:
 def test_merged_weights_have_the_logits_of_the_adapted_model(tmp_path: Path) -> None:
     llama(tmp_path / "base")
     model = nets.adapted(nets.loaded(tmp_path / "base"))
-    merged = dict(adapters.merged_state(model))
+    merged = dict(adapters.merged_state(model, tmp_path / "base"))
     plain = nets.loaded(tmp_path / "base")
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
@@ -64,6 +66,18 @@ def test_merged_weights_have_the_logits_of_the_adapted_model(tmp_path: Path) -> 
     # The base itself stays as it was.
     assert_base = tensors(exported(model, tmp_path / "ours"))
     assert all(torch.equal(tensor, assert_base[name]) for name, tensor in tensors(tmp_path / "base").items())
+
+
+def test_a_base_is_merged_as_it_is_stored_though_it_trains_in_bf16(tmp_path: Path) -> None:
+    llama(tmp_path / "base")
+    model = Decoder(weights.read_shape(tmp_path / "base"), mesh.alone(nets.CPU), dtype=torch.bfloat16)
+    weights.load(model, tmp_path / "base")
+    nets.adapted(model)
+    adapters.save_adapter(model, nets.LORA, tmp_path / "adapter", base_name="base")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    expected = theirs.merge_and_unload().state_dict()
+    for name, tensor in adapters.merged_state(model, tmp_path / "base"):
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6, msg=name)
 
 
 def test_a_fresh_adapter_changes_nothing_and_a_is_spread_as_in_peft() -> None:
