@@ -52,19 +52,25 @@ def discover(models: Path) -> Iterator[Model]:
                 continue
 
 
+def known(session: Session, owner: Account, name: str, *, models: Path) -> Model:
+    """`get`, and the model's row is there afterwards, so that other processes find it by its name."""
+    model = get(session, owner, name, models=models)
+    if model not in session and not _insert(session, model):
+        # Somebody else wanted the same folder at this moment.
+        model = get(session, owner, name, models=models)
+    return model
+
+
 def facts(session: Session, owner: Account, name: str, *, models: Path, param: str = "model.base") -> BaseFacts:
     """What resolving a job needs to know of its base, whose row is there afterwards."""
     try:
-        model = get(session, owner, name, models=models)
+        model = known(session, owner, name, models=models)
         folder = source_folder(model, models)
         if folder is not None:
             # Read anew: a folder may have been replaced since it was first seen.
             model.shape = inspect(folder).model_dump(mode="json")
     except (NotFound, InvalidModel) as error:
         raise type(error)(error.message, param=param) from error
-    if model not in session and not _insert(session, model):
-        # Somebody else's job wanted the same folder at this moment.
-        model = get(session, owner, name, models=models)
     session.flush()
     return BaseFacts(name=model.id, shape=ModelShape.model_validate(model.shape))
 
@@ -76,25 +82,30 @@ def register(session: Session, owner: Account, name: str, source: str | Mapping[
         model = _named_folder(name, source, models)
     else:
         model = _named_result(session, owner, name, source["job"])
-    if session.get(Model, name) is not None or not _insert(session, model):
+    if not _insert(session, model):
         raise InvalidSpec(f"The name {name!r} is taken; choose another.", param="id")
     return model
 
 
 def publish_result(session: Session, job: Job, *, prefix: str, shape: ModelShape) -> Model:
     """Name what a job made. Calling it again, by a later attempt, moves the name to the newer files."""
-    name = job.result_model or result_name(job)
-    model = session.get(Model, name) or Model(id=name, project_id=job.project_id, job_id=job.id)
-    model.source = f"storage:{prefix}"
-    model.shape = shape.model_dump(mode="json")
-    session.add(model)
-    session.flush()
-    return model
+    source, sizes = f"storage:{prefix}", shape.model_dump(mode="json")
+    if job.result_model is not None and (model := session.get(Model, job.result_model)):
+        model.source, model.shape = source, sizes
+        session.flush()
+        return model
+    for name in result_names(job):
+        model = Model(id=name, project_id=job.project_id, job_id=job.id, source=source, shape=sizes)
+        if _insert(session, model):
+            return model
+    raise InvalidModel(f"Every name for the result of job {job.id} is taken.")
 
 
-def result_name(job: Job) -> str:
-    """Unique, and telling: the job's name, or what it started from, and the start of its id."""
-    return f"{(job.name or job.base_model or job.kind)[:200]}-{job.id.partition('-')[2][:8]}"
+def result_names(job: Job) -> Iterator[str]:
+    """Telling names: the job's, or what it started from, and the start of its id; all of it where that is taken."""
+    number = job.id.partition("-")[2]
+    for length in (8, len(number)):
+        yield f"{(job.name or job.base_model or job.kind)[:200]}-{number[:length]}"
 
 
 def source_folder(model: Model, models: Path) -> Path | None:
@@ -126,6 +137,8 @@ def inspect(folder: Path) -> ModelShape:
 
 def _insert(session: Session, model: Model) -> bool:
     """Add a model; False where the name is taken."""
+    if session.get(Model, model.id) is not None:
+        return False
     try:
         with session.begin_nested():
             session.add(model)

@@ -143,10 +143,8 @@ def chat(ask: ChatAsk, owner: OwnerDep, services: ServicesDep) -> ChatCompletion
 def sampled(services: Services, owner: Account, model: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The sampler's answers, one after the other; no transaction is open while it thinks."""
     with services.db.session() as session:
-        found = catalog.get(session, owner, model, models=services.settings.models)
-        # A folder that nobody has used yet has no row, and samplers find models by theirs.
-        session.add(found)
-        name = found.id
+        # Samplers find models by their rows.
+        name = catalog.known(session, owner, model, models=services.settings.models).id
     answers = [services.sampler.ask({"model": name, **request}, timeout=PATIENCE_SECONDS) for request in requests]
     for answer in answers:
         if "error" in answer:

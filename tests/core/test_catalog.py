@@ -153,6 +153,17 @@ def test_a_later_attempts_result_takes_the_same_name(session: Session) -> None:
     assert second.id.startswith("tiny-")
 
 
+def test_a_result_never_takes_the_place_of_another_jobs(session: Session, owner: Account) -> None:
+    make.project(session, "proj-other")
+    ours = make.job(session, id="job-0123456789abcdef01234567", name="demo")
+    theirs = make.job(session, id="job-01234567ffffffffffffffff", name="demo", project_id="proj-other")
+    first = catalog.publish_result(session, ours, prefix="jobs/ours/1/model", shape=make.shape())
+    second = catalog.publish_result(session, theirs, prefix="jobs/theirs/1/model", shape=make.shape())
+    assert (first.id, first.source) == ("demo-01234567", "storage:jobs/ours/1/model")
+    assert (second.id, second.project_id) == ("demo-01234567ffffffffffffffff", "proj-other")
+    assert [model.id for model in catalog.list_(session, owner, models=Path("none"))] == [first.id]
+
+
 def test_a_folder_can_be_given_another_name_by_an_admin(session: Session, owner: Account, tmp_path: Path) -> None:
     folder(tmp_path)
     model = catalog.register(session, owner, "org/tiny:v1", "dir:tiny", models=tmp_path)
