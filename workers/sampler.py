@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Semaphore
 from time import monotonic
 from typing import Any
 
@@ -203,17 +203,32 @@ class Counter:
     def run(self, orders: Orders) -> None:
         """Until a wish comes. Requests under way are left: whoever asked has a deadline."""
         pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="answer")
+        # A request that can't be begun stays in the list: for another sampler, or for who asked to take it back.
+        free = Semaphore(REQUESTS_AT_ONCE)
         while orders.wait(0) is None:
             try:
                 self.client.set(ALIVE, b"1", ex=ALIVE_SECONDS)
-                taken = self.client.brpop([REQUESTS], timeout=LISTEN_SECONDS)
+                if not free.acquire(timeout=LISTEN_SECONDS):
+                    continue
+                message = self.taken(free)
             except (RedisError, OSError) as error:
                 log.warning("broker away", error=str(error))
                 orders.wait(REST_SECONDS)
                 continue
-            if taken is not None:
-                pool.submit(self.serve, taken[1])
+            if message is not None:
+                pool.submit(self.serve, message).add_done_callback(lambda _: free.release())
         pool.shutdown(wait=False, cancel_futures=True)
+
+    def taken(self, free: Semaphore) -> bytes | str | None:
+        """A request, if one comes soon; else its place is `free` again."""
+        message = None
+        try:
+            if (found := self.client.brpop([REQUESTS], timeout=LISTEN_SECONDS)) is not None:
+                message = found[1]
+        finally:
+            if message is None:
+                free.release()
+        return message
 
     def serve(self, message: bytes | str) -> None:
         """Answer one request, with an error where there is nothing better to say."""

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
+from typing import Any
 
 import pytest
 
 from core import broker
 from core.errors import Unavailable
 from core.models import Model
-from core.sampling import Sampler
+from core.sampling import ALIVE, REQUESTS, Sampler
 from core.services import Services
 from core.settings import Settings
 from workers.orders import Orders
@@ -114,6 +115,39 @@ def test_a_request_goes_through_the_broker_and_back(services: Services, resident
     assert good["text"].endswith("['id', 'prompt']"), "the process sees what is its business"
     assert bad["error"] == "there is no model 'absent'"
     assert not thread.is_alive()
+
+
+def test_a_request_that_cannot_be_begun_is_left_for_others(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.sampler.REQUESTS_AT_ONCE", 1)
+    begun, go_on = Event(), Event()
+
+    class Busy(Residents):
+        def ask(self, model: str, request: dict[str, Any], *, deadline: float) -> dict[str, Any]:
+            begun.set()
+            assert go_on.wait(DEADLINE_SECONDS)
+            return {}
+
+    settings = Settings(data_dir=services.settings.data_dir)
+    orders = Orders()
+    with broker.running(settings), connect(settings) as client, connect(settings) as other:
+        thread = Thread(target=Counter(client, Busy(settings.data_dir, bring(services))).run, args=(orders,))
+        thread.start()
+        try:
+            other.lpush(REQUESTS, json.dumps({"id": "1", "model": "a"}))
+            assert begun.wait(DEADLINE_SECONDS)
+            other.lpush(REQUESTS, json.dumps({"id": "2", "model": "a"}))
+            # Twice around, so that it had every chance to take it.
+            for _ in range(2):
+                other.delete(ALIVE)
+                deadline, pause = soon(), Event()
+                while not other.exists(ALIVE):
+                    assert monotonic() < deadline
+                    pause.wait(0.02)
+            assert other.llen(REQUESTS) == 1
+        finally:
+            go_on.set()
+            orders.give(Wish.DRAIN)
+            thread.join(DEADLINE_SECONDS)
 
 
 def test_a_base_on_this_host_is_linked_and_a_result_is_fetched(services: Services, tmp_path: Path) -> None:
