@@ -13,6 +13,8 @@ from core.storage import Storage
 
 BLOCK_BYTES = 64 * 1024
 """The end of a log is looked for in pieces of this size, growing twofold."""
+MOST_BYTES = 256 * BLOCK_BYTES
+"""No more than this is read, however long the lines are: a progress bar writes gigabytes without ending one."""
 
 
 def keep(storage: Storage, job_id: str, attempt: int, folder: Path) -> None:
@@ -60,6 +62,6 @@ def _last(lines: int, size: int, read_from: Callable[[int], bytes]) -> str:
         start = max(0, size - window)
         text = read_from(start)
         # One more newline than lines, so that the first of them is known to be whole.
-        if start == 0 or text.count(b"\n") > lines:
+        if start == 0 or window >= MOST_BYTES or text.count(b"\n") > lines:
             return b"".join(text.splitlines(keepends=True)[-lines:] if lines else []).decode(errors="replace")
         window *= 2

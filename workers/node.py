@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from threading import Thread
 from time import monotonic
 
 import psutil
@@ -62,6 +63,7 @@ class Node:
         self.hardware = hardware.survey(self.settings)
         self._registered = False
         self._beat_at = self._tidy_at = self._frozen_at = 0.0
+        self._tidying: Thread | None = None
         self._frozen_since: dict[psutil.Process, float] = {}
         """Supervisors that stand still, and since when they were seen to."""
 
@@ -124,12 +126,17 @@ class Node:
 
     def tidy(self) -> None:
         """Clear away what supervisors that were killed left on this host."""
-        if monotonic() < self._tidy_at:
+        if monotonic() < self._tidy_at or (self._tidying is not None and self._tidying.is_alive()):
             return
         self._tidy_at = monotonic() + TIDY_SECONDS
+        # Aside: a storage that is slow to answer must not keep this host from saying that it lives.
+        self._tidying = Thread(target=self.tidy_up, name="tidy", daemon=True)
+        self._tidying.start()
+
+    def tidy_up(self) -> None:
         try:
             tidy.tidy_host(self.services)
-        except Exception:  # the loop's edge: whatever storage, disk or database may raise, it is tried again
+        except Exception:  # the thread's edge: whatever storage, disk or database may raise, it is tried again
             log.warning("not tidied", exc_info=True)
 
     # Going down

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event
 from time import monotonic
 
@@ -124,6 +125,30 @@ def test_a_supervisor_that_stands_still_for_two_leases_is_killed_and_one_that_wo
             process.wait()
 
 
+def test_a_storage_that_does_not_answer_does_not_silence_the_node(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: SimpleQueue[None] = SimpleQueue()
+    answers = Event()
+
+    def tidy_host(services: Services) -> None:
+        calls.put(None)
+        answers.wait(30)
+
+    monkeypatch.setattr(tidy, "tidy_host", tidy_host)
+    node = Node(services, Orders())
+    node.tidy()
+    calls.get(timeout=30)
+    node.beat()
+    # Its time comes again while the first is still at it.
+    node._tidy_at = 0.0
+    node.tidy()
+    answers.set()
+    assert node._tidying is not None
+    node._tidying.join(30)
+    assert calls.empty()
+
+
 def place_in_folder(services: Services) -> str:
     """A job that has a supervisor's log here."""
     job_id = place_job(services)
@@ -171,6 +196,14 @@ def test_what_ranks_printed_can_be_read_before_and_after_the_run_directory_went(
     assert [tail(3), tail(9_000), tail(20_000), tail(0)] == before
     with pytest.raises(NotFound, match="Rank 1 of job"):
         tail(3, rank=1)
+
+
+def test_a_log_without_lines_is_not_read_whole(services: Services) -> None:
+    job_id = place_job(services)
+    endless = "step 1\r" * (joblogs.MOST_BYTES // 7) + "x" * joblogs.MOST_BYTES
+    run_dir_with_log(services, job_id, 1, endless)
+
+    assert joblogs.tail(services.settings, services.storage, job_id, 0, 2) == "x" * joblogs.MOST_BYTES
 
 
 def test_the_log_of_the_newest_attempt_is_the_one_that_is_read(services: Services) -> None:
