@@ -29,7 +29,7 @@ from engine.together import together
 
 INDEX = "index.json"
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 SAMPLE_BYTES = 2**14
 """Of each tensor, in a fingerprint: training changes next to every number of a matrix."""
 
@@ -49,6 +49,8 @@ class Facts:
     """Optimizer steps done."""
     tokens: int
     """Trained on so far."""
+    rows: int
+    """Taken so far from the loader's line of rows."""
     seed: int
     """Data order and initial weights follow from it."""
     base: str | None = None
@@ -191,7 +193,7 @@ def load(path: Path, optimizer: Optimizer, *, base: str | None) -> Facts:
 
 
 def facts_of(index: dict[str, Any]) -> Facts:
-    return Facts(**{name: index[name] for name in ("step", "tokens", "seed", "base")})
+    return Facts(**{name: index[name] for name in ("step", "tokens", "rows", "seed", "base")})
 
 
 def verify(path: Path, *, share: int = 0, shares: int = 1) -> None:

@@ -149,7 +149,6 @@ class Work:
             decoder.named_parameters(), mesh, training=training, shard=run.parallel.shard_optimizer
         )
         self.loader = self._loader()
-        self.total_steps = training.steps or self.loader.steps(training.epochs or 0)
         self.step = 0
         """Steps done."""
         self.tokens = 0
@@ -157,12 +156,18 @@ class Work:
         # Adapters mean nothing without the very weights they were made on.
         self.base = checkpoint.fingerprint(run_dir / run.base) if run.lora is not None and run.base else None
 
+    @property
+    def total_steps(self) -> int:
+        """Those before the checkpoint that the run goes on from included."""
+        return self.run.training.steps or self.loader.steps(self.run.training.epochs or 0)
+
     def resume(self) -> None:
         """Go on from the run's checkpoint, if it has one."""
         if self.run.resume is None:
             return
         facts = checkpoint.load(self.run_dir / self.run.resume, self.optimizer, base=self.base)
         self.step, self.tokens, self.wish.safe_step = facts.step, facts.tokens, facts.step
+        self.loader.go_on(step=facts.step, rows=facts.rows)
         if facts.seed != self.run.training.seed:
             self.emit(
                 Log(
@@ -293,7 +298,7 @@ class Work:
         saved = checkpoint.save(
             self.run_dir / CHECKPOINTS,
             self.optimizer,
-            Facts(self.step, self.tokens, self.run.training.seed, self.base),
+            Facts(self.step, self.tokens, self.loader.taken(self.step), self.run.training.seed, self.base),
             keep=self.run.training.keep_checkpoints,
             beside=lambda folder: self.tokenizer.save(folder / "tokenizer"),
         )

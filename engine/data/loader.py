@@ -1,4 +1,4 @@
-"""Which rows a step trains on, as tensors. A pure function of the step's number: there is no state to save."""
+"""Which rows a step trains on, as tensors. A pure function of the step's number and of where the run goes on from."""
 
 from __future__ import annotations
 
@@ -40,12 +40,23 @@ class Loader:
         self.data_rank = data_rank
         self.data_size = data_size
         self.device = torch.device(device)
+        self._begun = (0, 0)
         self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffled(len(rows), seed, epoch))
         """The order of an epoch's rows. A step needs two at most, and the next step mostly the same."""
 
+    def go_on(self, *, step: int, rows: int) -> None:
+        """The first `step` steps have taken `rows` rows of the line, in batches of whatever size."""
+        self._begun = (step, rows)
+
+    def taken(self, step: int) -> int:
+        """Rows of the line that the first `step` steps take."""
+        begun, rows = self._begun
+        return rows + (step - begun) * self.batch
+
     def steps(self, epochs: float) -> int:
-        """Steps that `epochs` passes over the rows take; at least one."""
-        return max(1, ceil(epochs * len(self.rows) / self.batch - 1e-9))
+        """Steps, those before included, that `epochs` passes over the rows take; at least one."""
+        begun, rows = self._begun
+        return max(1, begun + ceil((epochs * len(self.rows) - rows) / self.batch - 1e-9))
 
     def step(self, step_index: int) -> list[Batch]:
         """This rank's micro-batches of a step, counted from 0. Every rank gets as many, were some without a label."""
@@ -62,7 +73,7 @@ class Loader:
 
     def order(self, step_index: int) -> Array:
         """The rows of a step, over all ranks."""
-        first, count = step_index * self.batch, len(self.rows)
+        first, count = self.taken(step_index), len(self.rows)
         places = np.arange(first, first + self.batch)
         return np.concatenate(
             [

@@ -78,6 +78,17 @@ def test_a_step_does_not_depend_on_those_before(rows: Rows) -> None:
     assert numbers(walked.step(7)) == numbers(loader(rows).step(7))
 
 
+def test_another_batch_goes_on_in_the_line_where_the_last_one_was(rows: Rows) -> None:
+    line = [number for step in range(5) for number in numbers(loader(rows).step(step))]
+    later = loader(rows, batch=6, micro=6)
+    later.go_on(step=2, rows=8)
+
+    assert numbers(later.step(2)) + numbers(later.step(3)) == line[8:20]
+    assert later.taken(4) == 20
+    # 8 rows of 20 in 2 steps, and the other 12 in 2 more.
+    assert later.steps(2) == 4
+
+
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 16), (1, 3), (2, 4), (4, 4), (16, 1)])
 def test_fewer_rows_than_a_batch_are_the_whole_batch(ranks: int, micro: int, rows: Rows) -> None:
     dealt = [loader(rows, rank, ranks, micro, batch=16) for rank in range(ranks)]

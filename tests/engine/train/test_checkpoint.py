@@ -15,7 +15,7 @@ from engine.failure import LostContact
 from engine.mesh import alone, build
 from tests.engine.train.toy import SHAPES, backward, gradients, ours, train
 
-FACTS = Facts(step=3, tokens=96, seed=7)
+FACTS = Facts(step=3, tokens=96, rows=12, seed=7)
 LAYOUTS = {
     "one": Parallel(),
     "tensor": Parallel(tensor=2),
@@ -82,7 +82,7 @@ def test_any_layout_loads_what_any_other_saved(world2, tmp_path, saved, loaded):
 
 def save_alone(folder, step=3, *, keep=3):
     _, _, optimizer = train(alone(CPU), 1)
-    return checkpoint.save(folder, optimizer, Facts(step, 0, 0), keep=keep, beside=lambda path: None).path
+    return checkpoint.save(folder, optimizer, Facts(step, 0, 0, 0), keep=keep, beside=lambda path: None).path
 
 
 def load_alone(path, *, base=None):

@@ -155,6 +155,17 @@ def test_another_layout_goes_on_from_a_checkpoint(world2, tmp_path, saved):
         assert together(world2, tmp_path, name, run) == pytest.approx(straight[5:], rel=5e-6)
 
 
+def test_with_another_batch_the_rows_that_are_left_are_trained_on_once(tmp_path):
+    runs.events_of(tmp_path, runs.config(training={"steps": 4, "global_batch": 4}))
+    run = runs.config(training={"steps": None, "epochs": 1.0, "global_batch": 2}, resume="checkpoints/step-00000004")
+    events = runs.events_of(tmp_path, run)
+    started = next(event for event in events if event.type == "started")
+    last = next(event for event in reversed(events) if event.type == "step")
+    assert started.train_rows % 2 == 0
+    assert last.step == started.total_steps == 4 + (started.train_rows - 16) / 2
+    assert last.tokens == started.train_tokens
+
+
 def test_a_resumed_run_with_nothing_left_to_do_exports(tmp_path):
     runs.events_of(tmp_path, runs.config(training={"steps": 2}))
     run = runs.config(training={"steps": 2}, resume="checkpoints/step-00000002")
