@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import structlog
+from anyio import CapacityLimiter
 from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -45,6 +46,7 @@ def create_app(services: Services) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.streams = Streams(services)
+        app.state.sampling = CapacityLimiter(completions.AT_ONCE)
         yield
         await app.state.streams.ended()
 

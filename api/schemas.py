@@ -226,7 +226,7 @@ class MetricsOut(Out):
 
 
 class CheckpointOut(Out):
-    """A checkpoint that is whole; `id` is a model name to sample from."""
+    """A checkpoint that is whole: where the job's next attempt would go on, in whatever layout."""
 
     id: str
     object: Literal["job.checkpoint"] = "job.checkpoint"

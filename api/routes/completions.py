@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Self
 
-from fastapi import APIRouter
+from anyio import to_thread
+from fastapi import APIRouter, Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from api.deps import OwnerDep, ServicesDep
@@ -20,7 +23,9 @@ from core.services import Services
 router = APIRouter(prefix="/v1", tags=["completions"])
 
 PATIENCE_SECONDS = 120.0
-"""How long an answer may take: the sampler may have to load the model first."""
+"""How long a request may take, all its answers together: the sampler may have to load the model first."""
+AT_ONCE = 16
+"""Requests of one API process that wait for a sampler; more queue up behind them."""
 MAX_TOKENS = 4096
 
 
@@ -40,7 +45,7 @@ class Ask(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     model: str = Field(min_length=1, max_length=255)
-    """Name of a model, or id of a checkpoint."""
+    """Name of a model."""
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     temperature: float = Field(1.0, ge=0, le=2)
     """0 always takes the likeliest token."""
@@ -98,13 +103,13 @@ class ChatAsk(Ask):
 
 
 @router.post("/completions", responses=errors(NotFound, Unavailable))
-def complete(ask: CompletionAsk, owner: OwnerDep, services: ServicesDep) -> CompletionOut:
+async def complete(ask: CompletionAsk, owner: OwnerDep, services: ServicesDep, request: Request) -> CompletionOut:
     """Continue a text."""
     prompts = [ask.prompt] if isinstance(ask.prompt, str) else ask.prompt
     requests = [
         {"prompt": prompt, "seed": seed, **ask.request(default_tokens=16)} for prompt in prompts for seed in ask.seeds()
     ]
-    answers = sampled(services, owner, ask.model, requests)
+    answers = await aside(request, partial(sampled, services, owner, ask.model, requests))
     return CompletionOut(
         id=f"cmpl-{secrets.token_hex(12)}",
         created=int(time.time()),
@@ -118,12 +123,12 @@ def complete(ask: CompletionAsk, owner: OwnerDep, services: ServicesDep) -> Comp
 
 
 @router.post("/chat/completions", responses=errors(NotFound, Unavailable))
-def chat(ask: ChatAsk, owner: OwnerDep, services: ServicesDep) -> ChatCompletionOut:
+async def chat(ask: ChatAsk, owner: OwnerDep, services: ServicesDep, request: Request) -> ChatCompletionOut:
     """Answer in a conversation, through the model's chat template."""
     messages = [message.model_dump() for message in ask.messages]
     options = ask.request(default_tokens=ask.max_completion_tokens or 256)
     requests = [{"messages": messages, "seed": seed, **options} for seed in ask.seeds()]
-    answers = sampled(services, owner, ask.model, requests)
+    answers = await aside(request, partial(sampled, services, owner, ask.model, requests))
     return ChatCompletionOut(
         id=f"chatcmpl-{secrets.token_hex(12)}",
         created=int(time.time()),
@@ -140,15 +145,24 @@ def chat(ask: ChatAsk, owner: OwnerDep, services: ServicesDep) -> ChatCompletion
     )
 
 
+async def aside(request: Request, call: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """In a thread apart from the other endpoints': however many wait for a sampler, a submit does not wait for them."""
+    return await to_thread.run_sync(call, limiter=request.app.state.sampling)
+
+
 def sampled(services: Services, owner: Account, model: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The sampler's answers, one after the other; no transaction is open while it thinks."""
     with services.db.session() as session:
         # Samplers find models by their rows.
         name = catalog.known(session, owner, model, models=services.settings.models).id
-    answers = [services.sampler.ask({"model": name, **request}, timeout=PATIENCE_SECONDS) for request in requests]
-    for answer in answers:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    answers = []
+    for request in requests:
+        left = max(0.001, deadline - time.monotonic())
+        answer = services.sampler.ask({"model": name, **request}, timeout=left)
         if "error" in answer:
             raise InvalidRequest(str(answer["error"]), param="model")
+        answers.append(answer)
     return answers
 
 

@@ -2,10 +2,12 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
 
+from api.routes import completions
 from core import sampling
 from tests.api.conftest import DEADLINE_SECONDS
 from tests.api.test_models import base
@@ -108,3 +110,30 @@ def test_without_a_sampler_one_is_told_to_start_it(live, http, base, monkeypatch
     monkeypatch.setattr(sampling, "ALIVE", "trainshed:nobody")
     answer = http.post("/v1/completions", json={"model": base, "prompt": "a"})
     assert "trainshed worker" in envelope(answer, 503)["message"]
+
+
+def test_however_many_wait_for_a_sampler_others_are_answered(live, http, base, monkeypatch):
+    inside, most, free, lock = [], [], threading.Event(), threading.Lock()
+    full = threading.Barrier(completions.AT_ONCE + 1)
+
+    def ask(request, *, timeout):
+        with lock:
+            inside.append(request)
+            most.append(len(inside))
+        if not free.is_set():
+            full.wait(DEADLINE_SECONDS)
+        assert free.wait(DEADLINE_SECONDS)
+        with lock:
+            inside.remove(request)
+        return {"text": "", "finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1}
+
+    monkeypatch.setattr(live.services.sampler, "ask", ask)
+    waiting = 3 * completions.AT_ONCE
+    with ThreadPoolExecutor(waiting) as pool:
+        body = {"model": base, "prompt": "a"}
+        answers = [pool.submit(http.post, "/v1/completions", json=body) for _ in range(waiting)]
+        full.wait(DEADLINE_SECONDS)
+        assert http.get("/v1/jobs").status_code == 200
+        free.set()
+        assert {answer.result().status_code for answer in answers} == {200}
+    assert max(most) == completions.AT_ONCE
