@@ -33,7 +33,7 @@ def publish(
             select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.step == step)
         ).one_or_none()
         if checkpoint is None:
-            checkpoint = Checkpoint(id=new_id("ckpt"), job_id=job_id, step=step)
+            checkpoint = Checkpoint(id=new_id("ftckpt"), job_id=job_id, step=step)
             session.add(checkpoint)
         elif checkpoint.storage_prefix != prefix:
             _forget_later(session, services.storage, checkpoint.storage_prefix)

@@ -113,7 +113,7 @@ def step(number: int, **fields: Any) -> Step:
 def checkpoint(session: Session, job: Job, step: int, **columns: Any) -> Checkpoint:
     """A published checkpoint; nothing lies in storage."""
     values: dict[str, Any] = {
-        "id": new_id("ckpt"), "attempt": job.attempt, "bytes": 10, "metrics": {},
+        "id": new_id("ftckpt"), "attempt": job.attempt, "bytes": 10, "metrics": {},
         "storage_prefix": f"jobs/{job.id}/{job.attempt}/checkpoints/step-{step:08d}",
     }  # fmt: skip
     row = Checkpoint(job_id=job.id, step=step, **values | columns)

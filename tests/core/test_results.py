@@ -84,6 +84,7 @@ def test_a_checkpoint_is_listed_told_and_can_be_fetched(services: Services, tmp_
     job = running(services, losses=3)
     folder = saved(tmp_path / "step")
     made = checkpoints.publish(services, job.id, fence=1, step=50, folder=folder, metrics={"loss": 1.5})
+    assert made.id.startswith("ftckpt-"), "as OpenAI names them"
     with services.db.reading() as session:
         found = checkpoints.latest(session, job.id)
         assert found is not None
