@@ -112,16 +112,23 @@ class Sampler:
         generator = torch.Generator().manual_seed(sampling.seed)
         stream = self.tokenizer.stream()
         text, count, pending = "", 0, prompt
-        for count in range(1, room + 1):
+        reason: FinishReason = "length"
+        while count < room:
+            count += 1
             ids_BT = torch.tensor([pending], device=self.decoder.device)
             token = choose(self.decoder.logits(ids_BT, cache, last_only=True)[0, -1].cpu(), sampling, generator)
             if token in self.tokenizer.stop_ids:
-                return Completion(text + stream.finish(), "stop", len(prompt), count)
+                reason = "stop"
+                break
             text += stream.push(token)
-            if (end := first_stop(text, sampling.stop)) is not None:
-                return Completion(text[:end], "stop", len(prompt), count)
+            if first_stop(text, sampling.stop) is not None:
+                break
             pending = [token]
-        return Completion(text + stream.finish(), "length", len(prompt), count)
+        # A stop text may stand before half a character, which is given out only here.
+        text += stream.finish()
+        if (end := first_stop(text, sampling.stop)) is not None:
+            text, reason = text[:end], "stop"
+        return Completion(text, reason, len(prompt), count)
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -76,6 +76,22 @@ def test_a_stop_text_ends_the_answer_and_is_left_out(sampler: Sampler) -> None:
     assert cut.text == whole.text[: whole.text.index(stop)]
 
 
+def test_a_stop_text_before_half_a_character_ends_the_answer() -> None:
+    # Three letters that begin with the same byte: "stop" and that byte become one token.
+    tokenizer = Tokenizer.train(["stop\u00e9 stop\u00e8 stop\u00ea "] * 20, 300)
+    (token,) = (token for token in range(tokenizer.vocab_size) if tokenizer.decode([token]) == "stop\ufffd")
+    model = nets.decoder(nets.shape(vocab_size=tokenizer.vocab_size))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        # The final norm is all that is left, and every logit is zero but this token's.
+        model.model.norm.weight.fill_(1)
+        model.model.embed_tokens.weight[0] = 1
+        model.model.embed_tokens.weight[token] = 2
+    cut = Sampler(model, tokenizer).complete([0], Sampling(temperature=0, max_tokens=1, stop=("stop",)))
+    assert (cut.text, cut.finish_reason) == ("", "stop")
+
+
 def test_the_first_of_several_stops_counts() -> None:
     assert first_stop("one two three", ["three", "two", "none"]) == 4
     assert first_stop("one", ["two"]) is None
