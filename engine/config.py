@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import gcd
+from collections.abc import Mapping
+from math import gcd, isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -15,31 +16,74 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+Size = Annotated[int, Field(ge=1, le=2**20)]
+"""One dimension of a model. Far beyond any that there is, and small enough to try each divisor of it in a moment."""
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+
+SCALINGS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    "default": (frozenset(), frozenset()),
+    "linear": (frozenset({"factor"}), frozenset()),
+    "dynamic": (frozenset({"factor"}), frozenset()),
+    "llama3": (
+        frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+        frozenset({"original_max_position_embeddings"}),
+    ),
+    "yarn": (
+        frozenset({"factor"}),
+        frozenset(
+            {
+                "original_max_position_embeddings",
+                "attention_factor",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+            }
+        ),
+    ),
+}
+"""Keys that each kind of `rope_scaling` needs, and those it may have."""
+LARGEST_SCALE = 2**24
+"""Of any number in `rope_scaling`; more than that drowns in fp32."""
+
+
+def kind_of_scaling(scaling: Mapping[str, Any]) -> str:
+    """Which kind a `rope_scaling` is, by the newer or the older of the keys that say so."""
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
+
+
 class ModelShape(Part):
     """The sizes of a decoder. Field names are ours; `engine.weights` maps them to and from Hugging Face's."""
 
     architecture: Literal["llama"] = "llama"
     """The family: which layers, which names in the exported file."""
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    num_heads: int = Field(ge=1)
-    num_kv_heads: int = Field(ge=1)
+    num_layers: Layers
+    hidden_size: Size
+    num_heads: Size
+    num_kv_heads: Size
     """Fewer than `num_heads` is grouped-query attention."""
-    head_dim: int = Field(ge=2, multiple_of=2)
+    head_dim: Annotated[Size, Field(ge=2, multiple_of=2)]
     """Width of one head; `hidden_size // num_heads` unless the base says otherwise."""
-    ffn_hidden_size: int = Field(ge=1)
-    max_seq_len: int = Field(ge=1)
+    ffn_hidden_size: Size
+    max_seq_len: Size
     """Longest sequence the model is meant for, in tokens."""
-    vocab_size: int = Field(ge=2)
+    vocab_size: Annotated[Size, Field(ge=2)]
     """True size, before any padding for tensor parallelism."""
     tie_embeddings: bool = True
     """The output layer is the transposed embedding."""
-    norm_eps: float = Field(1e-5, gt=0)
-    rope_theta: float = Field(10_000.0, gt=0)
+    norm_eps: float = Field(1e-5, gt=0, le=1)
+    rope_theta: float = Field(10_000.0, gt=1, le=1e12)
     rope_scaling: dict[str, Any] | None = None
     """Hugging Face's `rope_scaling` mapping as it stands in `config.json`; None is plain RoPE."""
-    init_std: float = Field(0.02, gt=0)
+    init_std: float = Field(0.02, gt=0, le=10)
     """Standard deviation of the initial weights."""
+
+    @field_validator("rope_scaling")
+    @classmethod
+    def scaling_is_computed(cls, scaling: dict[str, Any] | None) -> dict[str, Any] | None:
+        _check_scaling(scaling or {})
+        return scaling
 
     @model_validator(mode="after")
     def heads_group_evenly(self) -> Self:
@@ -48,7 +92,36 @@ class ModelShape(Part):
                 f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}; "
                 f"try {gcd(self.num_heads, self.num_kv_heads)}"
             )
+        if kind_of_scaling(self.rope_scaling or {}) == "dynamic" and self.head_dim < 4:
+            raise ValueError(f"rope_scaling of type 'dynamic' needs a head_dim of at least 4, not {self.head_dim}")
         return self
+
+
+def _check_scaling(scaling: Mapping[str, Any]) -> None:
+    """Raise ValueError, saying what would work, where the rotary positions can't be stretched like this."""
+    kind = kind_of_scaling(scaling)
+    if kind not in SCALINGS:
+        raise ValueError(f"rope_scaling type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
+    needed, allowed = SCALINGS[kind]
+    keys = scaling.keys() - {"rope_type", "type"}
+    if missing := needed - keys:
+        raise ValueError(f"rope_scaling of type {kind!r} needs {', '.join(sorted(missing))}")
+    if unknown := keys - needed - allowed:
+        raise ValueError(f"rope_scaling.{min(unknown)} is not supported with type {kind!r}")
+    for key in sorted(keys - {"truncate"}):
+        # YaRN's numbers may be null: each then has a value of its own.
+        if not (_is_scale(scaling[key]) or (kind == "yarn" and scaling[key] is None)):
+            raise ValueError(f"rope_scaling.{key} must be a number above 0, at most {LARGEST_SCALE}")
+    if not isinstance(scaling.get("truncate", True), bool):
+        raise ValueError("rope_scaling.truncate must be true or false")
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise ValueError("rope_scaling.low_freq_factor must be below high_freq_factor, such as 1 and 4")
+
+
+def _is_scale(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isfinite(value) and 0 < value <= LARGEST_SCALE
 
 
 class Parallel(Part):
@@ -98,7 +171,7 @@ class Lora(Part):
     """Low-rank adapters beside frozen matrices (Hu et al. 2021), with the meaning `peft` gives each field."""
 
     rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(32.0, gt=0, le=1e6)
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = (
         "q", "k", "v", "o", "gate", "up", "down",
@@ -165,7 +238,7 @@ class Training(Part):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: float = Field(0.05, ge=0, lt=1)
     """Share of all steps over which the rate rises from zero."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(0.1, ge=0, le=100)
     """Decoupled; matrices only, never norms or biases."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.config import ModelShape
+from engine.config import SCALINGS, ModelShape, kind_of_scaling
 
 SUPPORTED = ("llama",)
 """Values of `model_type` that can be read."""
@@ -23,31 +23,6 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 """Our names and Hugging Face's, of sizes that have to be there."""
-
-SCALINGS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
-    "default": (frozenset(), frozenset()),
-    "linear": (frozenset({"factor"}), frozenset()),
-    "dynamic": (frozenset({"factor"}), frozenset()),
-    "llama3": (
-        frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
-        frozenset({"original_max_position_embeddings"}),
-    ),
-    "yarn": (
-        frozenset({"factor"}),
-        frozenset(
-            {
-                "original_max_position_embeddings",
-                "attention_factor",
-                "beta_fast",
-                "beta_slow",
-                "mscale",
-                "mscale_all_dim",
-                "truncate",
-            }
-        ),
-    ),
-}
-"""Keys that each kind of `rope_scaling` needs, and those it may have."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
@@ -63,12 +38,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     """The shape that a `config.json` describes. Raises ValueError naming what is missing or not supported."""
+    if not isinstance(config, Mapping):
+        raise ValueError("config.json: it must hold one JSON object")
     family = config.get("model_type")
     if family not in SUPPORTED:
         raise ValueError(f"config.json: model_type {family!r} is not supported; supported: {', '.join(SUPPORTED)}")
-    for architecture in config.get("architectures") or ():
-        if architecture != "LlamaForCausalLM":
-            raise ValueError(f"config.json: architecture {architecture!r} is not supported; use LlamaForCausalLM")
+    architectures = config.get("architectures") or ["LlamaForCausalLM"]
+    if architectures != ["LlamaForCausalLM"]:
+        raise ValueError(f"config.json: architectures={architectures!r} is not supported; use LlamaForCausalLM")
     for key, fine in NEUTRAL.items():
         if config.get(key, fine[0]) not in fine:
             raise ValueError(f"config.json: {key}={config[key]!r} is not supported; only {fine[0]!r} is")
@@ -97,7 +74,8 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"config.json: {where}: {first['msg']}") from error
+        said = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"config.json: {where}: {said}" if where else f"config.json: {said}") from error
 
 
 def config_of(
@@ -136,22 +114,18 @@ def _given(config: Mapping[str, Any], key: str, default: Any) -> Any:
 
 def _rope(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float]:
     """Scaling and base, from `rope_scaling` with `rope_theta` beside it, or from `rope_parameters` with both inside."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config.json: rope_scaling={given!r} is not an object")
+    scaling = dict(given)
     theta = scaling.pop("rope_theta", None)
     if theta is None:
         theta = _given(config, "rope_theta", 10_000.0)
     if scaling.get("partial_rotary_factor") in (1, 1.0, None):
         scaling.pop("partial_rotary_factor", None)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in SCALINGS:
-        raise ValueError(f"config.json: rope_scaling type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
-    needed, allowed = SCALINGS[kind]
-    keys = scaling.keys() - {"rope_type", "type"}
-    if missing := needed - keys:
-        raise ValueError(f"config.json: rope_scaling of type {kind!r} needs {', '.join(sorted(missing))}")
-    if unknown := keys - needed - allowed:
-        raise ValueError(f"config.json: rope_scaling.{min(unknown)} is not supported with type {kind!r}")
+    # Of an unknown kind, or with keys that don't fit: ModelShape says so.
+    needed, allowed = SCALINGS.get(kind_of_scaling(scaling), (scaling.keys(), frozenset()))
     # Some write the trained length beside the mapping; there it wins, as in transformers.
     if "original_max_position_embeddings" in allowed and config.get("original_max_position_embeddings"):
         scaling["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    return (scaling if needed else None), theta
+    return (scaling if needed or scaling.keys() - {"rope_type", "type"} else None), theta

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.config import ModelShape
+from engine.config import ModelShape, kind_of_scaling
 
 
 class Rope:
@@ -21,7 +21,7 @@ class Rope:
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         self.shape = shape
         self.scaling: Mapping[str, Any] = shape.rope_scaling or {}
-        self.type = str(self.scaling.get("rope_type") or self.scaling.get("type") or "default")
+        self.type = kind_of_scaling(self.scaling)
         frequencies, self.amplitude = FREQUENCIES[self.type](shape, self.scaling)
         self.frequencies_C = frequencies.to(device)
 

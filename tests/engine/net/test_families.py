@@ -75,6 +75,19 @@ def test_a_shape_survives_its_config(scaling: dict[str, Any] | None) -> None:
         pytest.param(
             {"rope_scaling": {"type": "linear", "factor": 2, "mrope_section": [1]}}, "mrope_section", id="rope key"
         ),
+        pytest.param(
+            {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a number", id="rope in words"
+        ),
+        pytest.param({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a number above 0", id="rope 0"),
+        pytest.param({"rope_scaling": {"type": "dynamic", "factor": [2.0]}}, "factor must be", id="rope in a list"),
+        pytest.param({"rope_scaling": {**LLAMA3, "factor": float("inf")}}, "factor must be", id="rope without end"),
+        pytest.param(
+            {"rope_scaling": {**LLAMA3, "high_freq_factor": 1}}, "low_freq_factor must be below", id="rope band"
+        ),
+        pytest.param({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": "no"}}, "truncate must be", id="yarn"),
+        pytest.param({"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "head_dim", id="narrow head"),
+        pytest.param({"rms_norm_eps": 1e308}, "norm_eps", id="norm"),
+        pytest.param({"rope_theta": 1}, "rope_theta", id="theta"),
         pytest.param({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor", id="partial rope"),
         pytest.param({"vocab_size": None}, "vocab_size missing", id="size"),
         pytest.param({"num_attention_heads": 0}, "num_attention_heads=0 is not a whole number", id="no heads"),
