@@ -7,6 +7,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Select, or_, select
 from sqlalchemy.exc import IntegrityError
@@ -116,13 +117,13 @@ def source_folder(model: Model, models: Path) -> Path | None:
 
 def shape_of(folder: Path) -> ModelShape:
     """The sizes that `config.json` tells; InvalidModel names what is missing or not supported."""
-    config = folder / "config.json"
+    if not (folder / "config.json").is_file():
+        raise InvalidModel(f"{folder.name} has no config.json; it must be a model in Hugging Face layout.")
     try:
-        return families.shape_of_config(json.loads(config.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise InvalidModel(f"{folder.name} has no config.json; it must be a model in Hugging Face layout.") from error
+        return families.shape_of_config(_json(folder / "config.json"))
     except ValueError as error:
-        raise InvalidModel(f"{folder.name}/config.json: {error}") from error
+        # It begins with the file's name.
+        raise InvalidModel(f"{folder.name}/{error}") from error
 
 
 def inspect(folder: Path) -> ModelShape:
@@ -187,7 +188,7 @@ def _weights(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(_json(index)["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise InvalidModel(f"{folder.name}/{index.name} is damaged; copy it again.") from error
         if any(not isinstance(name, str) or not _FOLDER.fullmatch(name) for name in names):
@@ -202,6 +203,16 @@ def _weights(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def _json(path: Path) -> Any:
+    """What a file of JSON holds; ValueError, by its name, where it can't be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path.name}: {error.strerror}; the service must be able to read it") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is damaged; copy it again ({type(error).__name__}: {error})") from error
+
+
 def _check_length(path: Path) -> None:
     """Compare the file's length with what its header promises: finds a download that broke off."""
     name = f"{path.parent.name}/{path.name}"
@@ -213,8 +224,9 @@ def _check_length(path: Path) -> None:
             raise InvalidModel(f"{name} is cut short, or no safetensors file; copy it again.")
         try:
             header = json.loads(file.read(length))
-            end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-        except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+            ends = [int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__"]
+        except (ValueError, KeyError, AttributeError, TypeError, IndexError, RecursionError) as error:
             raise InvalidModel(f"{name} has a damaged header; copy it again.") from error
+    end = max(ends, default=0)
     if 8 + length + end != size:
         raise InvalidModel(f"{name} has {size:,} bytes where its header promises {8 + length + end:,}; copy it again.")

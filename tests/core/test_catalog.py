@@ -36,6 +36,11 @@ def weights(values: int = 4) -> bytes:
     return len(header).to_bytes(8, "little") + header + bytes(4 * values)
 
 
+def header(content: bytes) -> bytes:
+    """The beginning of a safetensors file that says so."""
+    return len(content).to_bytes(8, "little") + content
+
+
 def folder(models: Path, name: str = "tiny", **files: bytes | None) -> Path:
     """A base in Hugging Face layout; a file named None is left out."""
     path = models / name
@@ -100,6 +105,16 @@ def test_a_name_never_leads_out_of_the_models_directory(
         ({"tokenizer__json": None}, "no tokenizer.json"),
         ({"config__json": b"{"}, "tiny/config.json"),
         ({"config__json": json.dumps(CONFIG | {"model_type": "gpt_neox"}).encode()}, "gpt_neox"),
+        ({"config__json": b"[]"}, "tiny/config.json: it must hold one JSON object"),
+        ({"config__json": b"null"}, "tiny/config.json: it must hold one JSON object"),
+        ({"config__json": b"\xff\xfe{"}, "tiny/config.json is damaged"),
+        ({"config__json": b"[" * 100_000}, "tiny/config.json is damaged"),
+        ({"config__json": json.dumps(CONFIG | {"num_hidden_layers": 10**30}).encode()}, "tiny/config.json: num_layers"),
+        ({"config__json": json.dumps(CONFIG | {"architectures": 5}).encode()}, "architectures=5"),
+        ({"config__json": json.dumps(CONFIG | {"rope_scaling": "yarn"}).encode()}, "rope_scaling='yarn'"),
+        ({"model__safetensors__index__json": b"[" * 100_000}, "tiny/model.safetensors.index.json is damaged"),
+        ({"model__safetensors": header(b'{"w": {"data_offsets": [0, "x"]}}')}, "damaged header"),
+        ({"model__safetensors": header(b"[" * 100_000)}, "damaged header"),
     ],
 )
 def test_what_is_wrong_with_a_base_is_said_by_the_files_name(
