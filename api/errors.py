@@ -15,7 +15,7 @@ from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 
 from core.db import AWAY
-from core.errors import DomainError, InvalidFile, InvalidKey, Unavailable
+from core.errors import DomainError, InvalidFile, InvalidKey, InvalidRequest, Unavailable
 
 log = structlog.get_logger()
 
@@ -44,10 +44,6 @@ class ErrorOut(BaseModel):
     """The one shape of every error."""
 
     error: ErrorDetail
-
-
-class InvalidRequest(DomainError):
-    """The request is malformed: not JSON, an unknown field, a value out of range."""
 
 
 def errors(*kinds: type[DomainError]) -> dict[int | str, dict[str, Any]]:

@@ -24,7 +24,7 @@ class DomainError(Exception):
 
 
 class InvalidRequest(DomainError):
-    """The request itself makes no sense, whatever it was about."""
+    """The request is malformed: not JSON, an unknown field, a value out of range."""
 
 
 class InvalidSpec(DomainError):

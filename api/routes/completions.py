@@ -13,10 +13,10 @@ from fastapi import APIRouter, Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from api.deps import OwnerDep, ServicesDep
-from api.errors import InvalidRequest, errors
+from api.errors import errors
 from api.schemas import ChatChoice, ChatCompletionOut, ChatMessageOut, CompletionChoice, CompletionOut, UsageOut
 from core import catalog
-from core.errors import NotFound, Unavailable
+from core.errors import InvalidRequest, NotFound, Unavailable
 from core.keys import Account
 from core.services import Services
 

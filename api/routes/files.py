@@ -13,10 +13,10 @@ from starlette.requests import ClientDisconnect
 
 from api import ranges
 from api.deps import AfterDep, OrderDep, OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep
-from api.errors import InvalidRequest, errors
+from api.errors import errors
 from api.schemas import DeletedOut, FileList, FileOut
 from core import files
-from core.errors import FileTooLarge, Forbidden, InUse, InvalidFile, NotFound
+from core.errors import FileTooLarge, Forbidden, InUse, InvalidFile, InvalidRequest, NotFound
 
 PATH = "/v1/files"
 CHUNK = 1024 * 1024
