@@ -84,8 +84,7 @@ def save(
     try:
         with together(mesh):
             if mesh.world_rank == 0:
-                folder.mkdir(exist_ok=True)
-                shutil.rmtree(unfinished, ignore_errors=True)
+                make_room(folder)
                 unfinished.mkdir()
         with together(mesh):
             write_pieces(unfinished, optimizer)
@@ -100,6 +99,14 @@ def save(
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return Saved(path, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+
+
+def make_room(folder: Path) -> None:
+    """Make the folder of checkpoints durable, and remove what a run that was killed left half made or half removed."""
+    folder.mkdir(exist_ok=True)
+    sync(folder.parent)
+    for left in folder.glob(".step-*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def write_pieces(path: Path, optimizer: Optimizer) -> None:
@@ -149,6 +156,9 @@ def write_index(path: Path, optimizer: Optimizer, facts: Facts) -> None:
         if file["path"] not in known:
             sync(path / str(file["path"]))
     sync(path / MANIFEST)
+    for inner in path.rglob("*"):
+        if inner.is_dir():
+            sync(inner)
     sync(path)
 
 

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +150,35 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for step in (1, 2, 3, 4):
         save_alone(tmp_path, step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_what_a_killed_run_left_goes_with_the_next_save(tmp_path):
+    for left in (".step-00000001.unfinished", ".step-00000002.going"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "rank-00000.safetensors").touch()
+    save_alone(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_every_file_and_folder_is_synced_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
+    synced, published = [], []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (synced.append(os.path.realpath(f"/proc/self/fd/{file}")), fsync(file))
+    )
+    monkeypatch.setattr(Path, "rename", lambda path, to: (published.append(set(synced)), rename(path, to)))
+
+    def beside(folder):
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+
+    _, _, optimizer = train(alone(CPU), 1)
+    path = checkpoint.save(tmp_path / "checkpoints", optimizer, FACTS, keep=1, beside=beside).path
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    below = {str(unfinished / inner.relative_to(path)) for inner in path.rglob("*")}
+    (before,) = published
+    assert below | {str(unfinished), str(tmp_path)} <= before
+    assert str(path.parent) in synced
 
 
 def test_a_checkpoint_saved_twice_is_the_second(tmp_path):
