@@ -83,6 +83,8 @@ def resolve(
     spec: JobSpec, *, base: BaseFacts | None, files: Mapping[str, FileFacts], cluster: ClusterFacts
 ) -> Resolution:
     """The run that `spec` asks for. Raises InvalidSpec, whose `param` is the field to change."""
+    if spec.kind == "finetune" and base is None:
+        _refuse("model.base", 'a fine-tune starts from a model: set "model": {"base": "<name>"}')
     lora = _lora(spec)
     data_format = _format(spec, files)
     tokenizer, vocab_size = _tokenizer(spec, files)
@@ -457,12 +459,17 @@ def _refused(error: ValidationError, *, prefix: str = "") -> InvalidSpec:
     first = error.errors()[0]
     path = ".".join(filter(None, (prefix, *map(str, first["loc"]))))
     message = first["msg"].removeprefix("Value error, ")
-    return InvalidSpec(message, param=_blamed(message, path))
+    return InvalidSpec(message, param=_blamed(message, path, prefix))
 
 
-def _blamed(message: str, otherwise: str) -> str:
-    """The field that a message of the run's types begins with, such as `parallel.tensor=3 must …`."""
+def _blamed(message: str, otherwise: str, prefix: str = "") -> str:
+    """The field that a message of the run's types begins with, such as `parallel.tensor=3 must …`.
+
+    A shape's own messages begin with its field, and `prefix` says where in the spec the shape stands.
+    """
     word = next(_words(message), "")
+    if prefix and word.split(".")[0] in ModelShape.model_fields:
+        return f"{prefix}.{word}"
     return word if "." in word and word.replace(".", "").replace("_", "").isalpha() else otherwise
 
 

@@ -9,12 +9,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
+from engine import config
+
 _DURATION = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?")
 Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
 Whole = Annotated[int, Strict(), Field(le=2**31 - 1)]
-"""An integer, and no text or truth value that could pass for one."""
-Size = Annotated[int, Strict(), Field(ge=1, le=2**20)]
-"""One dimension of a model. Far beyond any that there is, and small enough to try each divisor of it in a moment."""
+"""An integer, and no text or truth value that could pass for one.
+
+Narrow it as `Annotated[Whole, Field(le=…)]`: a bound in the field's default is overruled by the one in here.
+"""
+Size = Annotated[config.Size, Strict()]
 Real = Annotated[float, Strict()]
 """A number, and no text or truth value that could pass for one."""
 Flag = Annotated[bool, Strict()]
@@ -24,11 +28,14 @@ FileId = Annotated[str, Field(pattern=r"^file-[A-Za-z0-9]{1,58}$")]
 
 
 def _duration(value: object) -> object:
-    """Seconds from `12h`, `1d6h`, `90m`; anything else is pydantic's to judge."""
+    """Seconds from `12h`, `1d6h`, `90m`; a number stays, and anything else has no meaning."""
     if isinstance(value, str) and value and (match := _DURATION.fullmatch(value)):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         # As a number: a sum beyond what a timedelta holds is then refused like any other that is too large.
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    # pydantic's own durations, as a row holds them, begin with a P.
+    if isinstance(value, bool) or not (isinstance(value, int | float | timedelta) or str(value).startswith("P")):
+        raise ValueError("say a duration such as 12h, 1d6h or 90m, or seconds as a number")
     return value
 
 
@@ -46,7 +53,7 @@ class ModelAsk(Ask):
     preset: Text | None = None
     """Name of a shape, such as `llama-15m`."""
     architecture: Literal["llama"] | None = None
-    num_layers: Annotated[Size, Field(le=10_000)] | None = None
+    num_layers: Annotated[config.Layers, Strict()] | None = None
     hidden_size: Size | None = None
     num_heads: Size | None = None
     num_kv_heads: Size | None = None
@@ -58,10 +65,10 @@ class ModelAsk(Ask):
     vocab_size: Size | None = Field(None, ge=2)
     """Default: the tokenizer's."""
     tie_embeddings: Flag | None = None
-    norm_eps: Real | None = Field(None, gt=0)
-    rope_theta: Real | None = Field(None, gt=0)
+    norm_eps: Real | None = Field(None, gt=0, le=1)
+    rope_theta: Real | None = Field(None, gt=1, le=1e12)
     rope_scaling: dict[Text, Text | Whole | Real | Flag | list[Real]] | None = Field(None, max_length=16)
-    init_std: Real | None = Field(None, gt=0)
+    init_std: Real | None = Field(None, gt=0, le=10)
 
     @model_validator(mode="after")
     def one_way_to_say_it(self) -> Self:
@@ -74,7 +81,7 @@ class ModelAsk(Ask):
 
 
 class TokenizerTraining(Ask):
-    vocab_size: Whole = Field(ge=260, le=1_000_000)
+    vocab_size: Annotated[Whole, Field(ge=260, le=1_000_000)]
     """Entries wanted, the 256 bytes and the special tokens among them."""
 
 
@@ -111,8 +118,8 @@ class FullMethod(Ask):
 
 class LoraMethod(Ask):
     type: Literal["lora"] = "lora"
-    rank: Whole = Field(16, ge=1, le=1024)
-    alpha: Real = Field(32.0, gt=0)
+    rank: Annotated[Whole, Field(ge=1, le=1024)] = 16
+    alpha: Real = Field(32.0, gt=0, le=1e6)
     dropout: Real = Field(0.0, ge=0, lt=1)
     targets: Literal["all-linear"] | Annotated[tuple[Target, ...], Field(min_length=1)] = "all-linear"
 
@@ -130,7 +137,7 @@ class TrainingAsk(Ask):
     min_lr_ratio: Real = Field(0.1, ge=0, le=1)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: Real = Field(0.05, ge=0, lt=1)
-    weight_decay: Real = Field(0.1, ge=0)
+    weight_decay: Real = Field(0.1, ge=0, le=100)
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.95)
     clip: Real | None = Field(1.0, gt=0)
     precision: Literal["bf16", "fp32"] | None = None
@@ -185,7 +192,7 @@ class JobSpec(Ask):
     labels: dict[
         Annotated[Text, Field(min_length=1, max_length=64)], Text
     ] = Field(default_factory=dict, max_length=16)  # fmt: skip
-    priority: Whole = Field(0, ge=-100, le=100)
+    priority: Annotated[Whole, Field(ge=-100, le=100)] = 0
     """Higher goes first."""
     max_runtime: (
         Annotated[timedelta, BeforeValidator(_duration), Field(gt=timedelta(0), le=timedelta(days=3650))] | None
@@ -202,12 +209,6 @@ class JobSpec(Ask):
     recompute: Literal["auto"] | RecomputeAsk = "auto"
     resources: ResourcesAsk = ResourcesAsk()
     artifacts: ArtifactsAsk = ArtifactsAsk()
-
-    @model_validator(mode="after")
-    def kinds_and_models_agree(self) -> Self:
-        if self.kind == "finetune" and self.model.base is None:
-            raise ValueError('a fine-tune starts from a model: set "model": {"base": "<name>"}')
-        return self
 
     def files(self) -> Iterator[tuple[str, str]]:
         """Each uploaded file it names: the path of the field, and the id."""

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from annotated_types import Le
+from pydantic import BaseModel, ValidationError
 
+from core import spec
 from core.errors import InvalidSpec
 from core.files import FileFacts
 from core.resolve import BaseFacts, ClusterFacts, Resolution, resolve
@@ -255,7 +257,17 @@ REFUSALS: list[Any] = [
         SCRATCH, {"model": SCRATCH["model"] | {"num_heads": 3}}, "model.num_heads", "try num_heads=2", id="head size"
     ),
     pytest.param(
-        SCRATCH, {"model": SCRATCH["model"] | {"num_kv_heads": 3}}, "model", "try 1", id="key heads",
+        SCRATCH, {"model": SCRATCH["model"] | {"num_kv_heads": 3}}, "model.num_kv_heads", "try 1", id="key heads",
+    ),
+    pytest.param(FINETUNE, {"model": SCRATCH["model"]}, "model.base", "starts from a model", id="tune nothing"),
+    *(
+        pytest.param(SCRATCH, {"model": SCRATCH["model"] | {"rope_scaling": scaling}}, param, says, id=f"rope {says}")
+        for scaling, param, says in [
+            ({"rope_type": "longrope"}, "model.rope_scaling", "supported: default, linear"),
+            ({"rope_type": "linear"}, "model.rope_scaling", "needs factor"),
+            ({"rope_type": "linear", "factor": 0}, "model.rope_scaling.factor", "above 0"),
+            ({"rope_type": "linear", "factor": 2, "beta": 1}, "model.rope_scaling.beta", "not supported"),
+        ]
     ),
 ]  # fmt: skip
 
@@ -289,6 +301,17 @@ def test_what_cannot_fit_is_refused_with_the_item_that_breaks_it() -> None:
         # Each within what a timedelta holds, and their sum beyond it.
         ({"max_runtime": "999999999d999999999h"}, "max_runtime"),
         ({"max_runtime": "0s"}, "max_runtime"),
+        ({"max_runtime": True}, "max_runtime"),
+        ({"max_runtime": "soon"}, "max_runtime"),
+        ({"priority": 101}, "priority"),
+        ({"priority": -101}, "priority"),
+        ({"method": {"type": "lora", "rank": 1025}}, "method.lora.rank"),
+        # More than fp32 holds; nothing could be learned with any of these.
+        ({"method": {"type": "lora", "alpha": 1e308}}, "method.lora.alpha"),
+        ({"training": {"weight_decay": 1e308}}, "training.weight_decay"),
+        ({"model": SCRATCH["model"] | {"norm_eps": 1e308}}, "model.norm_eps"),
+        ({"model": SCRATCH["model"] | {"rope_theta": 1e308}}, "model.rope_theta"),
+        ({"model": SCRATCH["model"] | {"init_std": 1e308}}, "model.init_std"),
         # Each of these would be tried divisor by divisor, or layer by layer, for minutes.
         ({"resources": {"gpus": 2**31 - 1}}, "resources.gpus"),
         ({"model": SCRATCH["model"] | {"num_heads": 2**31 - 1}}, "model.num_heads"),
@@ -302,11 +325,23 @@ def test_a_spec_takes_no_guesses(change: dict[str, Any], where: str) -> None:
     assert where in {".".join(map(str, error["loc"])) for error in refusal.value.errors()}
 
 
+def test_no_bound_of_a_spec_is_overruled_by_a_wider_one() -> None:
+    """Of two bounds of one kind pydantic takes the last; a field's default comes before its type."""
+    models = [model for model in vars(spec).values() if isinstance(model, type) and issubclass(model, BaseModel)]
+    most = {
+        (model.__name__, name): [float(str(bound.le)) for bound in field.metadata if isinstance(bound, Le)]
+        for model in models
+        for name, field in model.model_fields.items()
+    }
+    assert sum(len(bounds) > 1 for bounds in most.values()) >= 2
+    assert [where for where, bounds in most.items() if bounds and bounds[-1] != min(bounds)] == []
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"), [("12h", 43_200), ("1d6h", 108_000), ("90m", 5400), (30, 30), ("PT1H", 3600)]
 )
 def test_a_runtime_is_a_duration(text: Any, seconds: float) -> None:
-    spec = JobSpec.model_validate(SCRATCH | {"max_runtime": text})
-    assert spec.max_runtime is not None
-    assert spec.max_runtime.total_seconds() == seconds
-    assert JobSpec.model_validate(spec.model_dump(mode="json", exclude_unset=True)) == spec
+    ask = JobSpec.model_validate(SCRATCH | {"max_runtime": text})
+    assert ask.max_runtime is not None
+    assert ask.max_runtime.total_seconds() == seconds
+    assert JobSpec.model_validate(ask.model_dump(mode="json", exclude_unset=True)) == ask
