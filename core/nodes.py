@@ -19,6 +19,8 @@ HEARTBEAT = timedelta(seconds=5)
 """How often a node says that it lives."""
 DEAD_AFTER = 3 * HEARTBEAT
 """Silence after which it gets nothing new. What it runs comes back when the leases end."""
+FORGOTTEN_AFTER = timedelta(days=1)
+"""Silence after which nobody counts on it any more."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,18 @@ def heartbeat(session: Session, name: str) -> None:
 def drain(session: Session, name: str) -> None:
     """Give this host nothing new; registering it again ends that."""
     _change(session, name, draining=True)
+
+
+def forget(session: Session) -> Sequence[str]:
+    """Remove hosts that were silent for so long that they won't come back, unless a job is still said to run there.
+
+    Containers get a new name with each start, and jobs are made for what the cluster is thought to have.
+    """
+    silent = Node.heartbeat_at < database_now() - FORGOTTEN_AFTER.total_seconds()
+    holds = select(Slot.node).where(Slot.node == Node.name, Slot.job_id.is_not(None)).exists()
+    return session.scalars(
+        delete(Node).where(silent, ~holds).returning(Node.name).execution_options(synchronize_session=False)
+    ).all()
 
 
 def alive(session: Session) -> Sequence[Node]:

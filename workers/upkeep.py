@@ -8,7 +8,7 @@ from time import monotonic
 
 import structlog
 
-from core import hints, jobs, scheduler
+from core import hints, jobs, nodes, scheduler
 from core import log as logging
 from core.services import Services
 from core.settings import Settings
@@ -18,6 +18,7 @@ log = structlog.get_logger(__name__)
 
 TICK_SECONDS = 1.0
 RESEND_SECONDS = 5.0
+FORGET_SECONDS = 600.0
 LOOKS_PER_LEASE = 5
 LONGEST_LOOK_SECONDS = 3.0
 
@@ -50,6 +51,7 @@ class Upkeep:
             Duty("reclaim", look, self.reclaim),
             Duty("tick", TICK_SECONDS, self.tick),
             Duty("resend", RESEND_SECONDS, self.resend, due_at=monotonic() + RESEND_SECONDS),
+            Duty("forget", FORGET_SECONDS, self.forget),
         )
 
     def run(self, orders: Orders) -> None:
@@ -76,6 +78,12 @@ class Upkeep:
             for job in jobs.unclaimed(session):
                 if job.node is not None:
                     hints.start(session, job.id, job.node)
+
+    def forget(self) -> None:
+        """Count no longer on hosts that are gone for good."""
+        with self.services.db.session() as session:
+            for name in nodes.forget(session):
+                log.info("node forgotten", node=name)
 
 
 def main() -> None:

@@ -245,6 +245,20 @@ def test_a_node_that_nobody_knows_cannot_beat(session: Session) -> None:
         nodes.heartbeat(session, "node-9")
 
 
+def test_a_node_that_is_gone_for_good_is_counted_on_no_longer(session: Session) -> None:
+    day = 24 * 60 * 60
+    make.node(session, "gone", num_slots=8, device="cuda").heartbeat_at -= day + 1
+    make.node(session, "down", num_slots=4).heartbeat_at -= day - 60
+    make.node(session, "holds", num_slots=2, device="cuda").heartbeat_at -= day + 1
+    job = make.job(session, state=S.RUNNING, node="holds")
+    session.flush()
+    assert nodes.forget(session) == ["gone"]
+    assert {slot.node for slot in session.scalars(select(Slot))} == {"down", "holds"}
+    jobs.move(session, job.id, S.FAILED)
+    assert nodes.forget(session) == ["holds"]
+    assert (nodes.cluster(session).device, nodes.cluster(session).largest_node) == ("cpu", 4)
+
+
 def test_the_cluster_is_what_its_best_kind_of_node_offers(session: Session) -> None:
     assert nodes.cluster(session).largest_node is None
     make.node(session, "cpus", num_slots=64)
