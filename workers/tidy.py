@@ -50,10 +50,13 @@ def tidy_host(services: Services) -> None:
     if not services.settings.runs.is_dir():
         return
     for folder in services.settings.runs.iterdir():
-        tidy_job(services, folder.name)
-        old = time.time() - folder.stat().st_mtime > KEEP_SUPERVISOR_LOG.total_seconds()
-        if old and is_terminal(services, folder.name):
-            shutil.rmtree(folder)
+        try:
+            tidy_job(services, folder.name)
+            old = time.time() - folder.stat().st_mtime > KEEP_SUPERVISOR_LOG.total_seconds()
+            if old and is_terminal(services, folder.name):
+                shutil.rmtree(folder)
+        except Exception:  # whatever storage, disk or database may raise over one job, the others' folders go
+            log.warning("run directories not removed", job=folder.name, exc_info=True)
 
 
 def is_terminal(services: Services, job_id: str) -> bool:

@@ -177,6 +177,24 @@ def test_the_run_directory_of_a_living_attempt_stays_and_those_before_it_go(serv
     assert coming.exists()
 
 
+def test_a_folder_that_cannot_be_cleared_away_keeps_no_other(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = [run_dir_with_log(services, place_job(services, attempt=2), 1, "x") for _ in range(3)]
+    tidy_job, asked = tidy.tidy_job, list[str]()
+
+    def refused_at_first(services: Services, job_id: str) -> None:
+        asked.append(job_id)
+        if len(asked) == 1:
+            raise PermissionError(13, "Permission denied")
+        tidy_job(services, job_id)
+
+    monkeypatch.setattr(tidy, "tidy_job", refused_at_first)
+    tidy.tidy_host(services)
+
+    assert [folder.parent.name for folder in over if folder.exists()] == asked[:1]
+
+
 def test_what_ranks_printed_can_be_read_before_and_after_the_run_directory_went(services: Services) -> None:
     job_id = place_job(services)
     lines = [f"line {number}\n" for number in range(10_000)]
