@@ -96,12 +96,15 @@ class Sampler:
     def answer(self, request: Request) -> Completion:
         """Continue the request's prompt, or answer its conversation. Raises ValueError where that can't be done."""
         if request.messages is not None:
-            return self.complete(self.tokenizer.chat(request.messages), request)
+            return self.complete(self.tokenizer.chat(request.messages), request, begins_anew=True)
         assert request.prompt is not None
         return self.complete(self.tokenizer.prompt(request.prompt), request)
 
-    def complete(self, prompt: list[int], sampling: Sampling) -> Completion:
-        """Continue `prompt`, token ids. Raises ValueError where it is empty or leaves no room in the model's length."""
+    def complete(self, prompt: list[int], sampling: Sampling, *, begins_anew: bool = False) -> Completion:
+        """Continue `prompt`, token ids. Raises ValueError where it is empty or leaves no room in the model's length.
+
+        The text can be put after the prompt's as it is; with `begins_anew` it stands alone, as an answer does.
+        """
         longest = self.decoder.shape.max_seq_len
         if not prompt:
             raise ValueError("the prompt has no tokens; say something")
@@ -110,7 +113,7 @@ class Sampler:
         room = min(sampling.max_tokens, longest - len(prompt))
         cache = self.decoder.cache(rows=1, tokens=len(prompt) + room)
         generator = torch.Generator().manual_seed(sampling.seed)
-        stream = self.tokenizer.stream()
+        stream = self.tokenizer.stream(after=() if begins_anew else prompt)
         text, count, pending = "", 0, prompt
         reason: FinishReason = "length"
         while count < room:

@@ -113,6 +113,8 @@ _FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+_CONTEXT = 8
+"""Ids that what follows is decoded with: some vocabularies drop a space that nothing stands before."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # Private-use characters, of which text has none in practice; drawn anew in each process, so that no file can name them.
@@ -299,9 +301,9 @@ class Tokenizer:
         """Text; bytes that are not whole characters become U+FFFD, and ids without a token nothing."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
-    def stream(self) -> TextStream:
-        """Decodes a growing answer."""
-        return TextStream(self)
+    def stream(self, *, after: Sequence[int] = ()) -> TextStream:
+        """Decodes a growing text, which goes on after that of the ids `after`, if any."""
+        return TextStream(self, after)
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -487,12 +489,12 @@ class Tokenizer:
 class TextStream:
     """Decodes one id at a time, holding back what is not yet a whole character."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._ids = list(after[-_CONTEXT:])
         self._start = 0
         """Ids before it have been given out and are context no longer."""
-        self._given = 0
+        self._given = len(self._ids)
         """Ids before it have been given out."""
 
     def push(self, identity: int) -> str:

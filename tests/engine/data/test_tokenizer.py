@@ -104,6 +104,16 @@ def test_text_comes_out_as_it_went_in_one_id_at_a_time(pair: tuple[Tokenizer, An
         assert "".join(parts) + stream.finish() == text
 
 
+def test_a_text_that_goes_on_has_the_space_that_it_begins_with(tmp_path: Path) -> None:
+    text = "the word hello the end"
+    for ours in (make.llama(tmp_path), Tokenizer.bytes()):
+        ids = ours.prompt(text)
+        for given in range(1, len(ids)):
+            stream = ours.stream(after=ids[:given])
+            went_on = "".join(stream.push(identity) for identity in ids[given:]) + stream.finish()
+            assert ours.decode(ids[:given]) + went_on == text
+
+
 def test_a_piece_that_follows_other_text_has_no_space_of_its_own(tmp_path: Path) -> None:
     llama = make.llama(tmp_path)
     document = "the word\nhello the 5\n\nthe end"

@@ -12,6 +12,7 @@ import torch
 
 from engine.generate import Sampler, Sampling, choose, first_stop, serve
 from engine.tokenizer import Tokenizer
+from tests.engine.data.make import llama as llama_tokenizer
 from tests.engine.net import nets
 from tests.engine.net.test_weights import llama
 
@@ -76,20 +77,35 @@ def test_a_stop_text_ends_the_answer_and_is_left_out(sampler: Sampler) -> None:
     assert cut.text == whole.text[: whole.text.index(stop)]
 
 
-def test_a_stop_text_before_half_a_character_ends_the_answer() -> None:
-    # Three letters that begin with the same byte: "stop" and that byte become one token.
-    tokenizer = Tokenizer.train(["stop\u00e9 stop\u00e8 stop\u00ea "] * 20, 300)
-    (token,) = (token for token in range(tokenizer.vocab_size) if tokenizer.decode([token]) == "stop\ufffd")
+def saying(token: int, tokenizer: Tokenizer) -> Sampler:
+    """A model that says `token`, whatever it is asked."""
     model = nets.decoder(nets.shape(vocab_size=tokenizer.vocab_size))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-        # The final norm is all that is left, and every logit is zero but this token's.
+        # What is left: all ids have one direction, and this one's is twice as long.
         model.model.norm.weight.fill_(1)
-        model.model.embed_tokens.weight[0] = 1
+        model.model.embed_tokens.weight.fill_(1)
         model.model.embed_tokens.weight[token] = 2
-    cut = Sampler(model, tokenizer).complete([0], Sampling(temperature=0, max_tokens=1, stop=("stop",)))
+    return Sampler(model, tokenizer)
+
+
+def test_a_stop_text_before_half_a_character_ends_the_answer() -> None:
+    # Three letters that begin with the same byte: "stop" and that byte become one token.
+    tokenizer = Tokenizer.train(["stop\u00e9 stop\u00e8 stop\u00ea "] * 20, 300)
+    (token,) = (token for token in range(tokenizer.vocab_size) if tokenizer.decode([token]) == "stop\ufffd")
+    cut = saying(token, tokenizer).complete([0], Sampling(temperature=0, max_tokens=1, stop=("stop",)))
     assert (cut.text, cut.finish_reason) == ("", "stop")
+
+
+def test_a_continuation_goes_after_its_prompt_as_it_is_and_an_answer_stands_alone(tmp_path: Path) -> None:
+    # SentencePiece's rule: the space before a word belongs to it, and none is shown where a text begins.
+    tokenizer = llama_tokenizer(tmp_path)
+    (the,) = tokenizer.encode("the")
+    sampler, two = saying(the, tokenizer), Sampling(temperature=0, max_tokens=2)
+    prompt = tokenizer.prompt("hello")
+    assert sampler.complete(prompt, two).text == " the the"
+    assert sampler.complete(prompt, two, begins_anew=True).text == "the the"
 
 
 def test_the_first_of_several_stops_counts() -> None:
