@@ -85,7 +85,11 @@ def internal_error() -> JSONResponse:
     return respond(500, detail)
 
 
-_HTTP_MESSAGES = {
+UNREADABLE = "The body can't be read: send JSON in UTF-8, nested no deeper than a few hundred levels."
+
+_HTTP_MESSAGES: dict[str | int, str] = {
+    # The framework says this where it means a body that is no UTF-8, or that is nested beyond what it can follow.
+    "There was an error parsing the body": UNREADABLE,
     404: "There is no such route; the routes are listed at /docs.",
     405: "This route does not take that method; the `allow` header says which it takes.",
 }
@@ -96,7 +100,7 @@ def http_error(error: HTTPException) -> JSONResponse:
     status = HTTPStatus(error.status_code)
     said = None if error.detail == status.phrase else str(error.detail)
     detail = ErrorDetail(
-        message=said or _HTTP_MESSAGES.get(status, status.phrase),
+        message=_HTTP_MESSAGES.get(said or status, said or status.phrase),
         type="server_error" if status >= 500 else "invalid_request_error",
         code=status.name.lower() if status != HTTPStatus.BAD_REQUEST else InvalidRequest.code,
     )
@@ -135,6 +139,11 @@ def _finding(error: Mapping[str, Any], body: object) -> dict[str, Any]:
         message = "unknown field; check its spelling, or leave it out"
     if kind == "missing":
         message = "this field is required"
+    if kind in {"union_tag_not_found", "union_tag_invalid"}:
+        # Said of the whole object, and meant is the one field that says which of its kinds it is.
+        allowed = str(error.get("ctx", {}).get("expected_tags", ""))
+        message = f"say one of {allowed}" if allowed else "this field is required"
+        kind, path = "missing", [*path, str(error.get("ctx", {}).get("discriminator", "type")).strip("'")]
     keys = _keys(path, body, missing=kind == "missing") if source == "body" else [str(part) for part in path]
     return {"param": ".".join(keys) or None, "message": message}
 

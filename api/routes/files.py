@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from api import ranges
@@ -21,6 +23,8 @@ from core.errors import FileTooLarge, Forbidden, InUse, InvalidFile, InvalidRequ
 PATH = "/v1/files"
 CHUNK = 1024 * 1024
 MAX_FIELDS = 16
+FIELDS = {"purpose", "file"}
+WANTED = "Send the file as the part `file` of a multipart/form-data body."
 
 router = APIRouter(prefix=PATH, tags=["files"])
 
@@ -44,14 +48,22 @@ async def received(request: Request, owner: SubmitterDep) -> AsyncIterator[Uploa
     """The form, read only after the key was found good: nobody else's bytes reach our disk."""
     try:
         async with request.form(max_files=1, max_fields=MAX_FIELDS) as form:
+            if unknown := sorted(set(form) - FIELDS):
+                raise InvalidRequest(
+                    f"There is no field {unknown[0]!r} here; send `purpose` and `file`.", param=unknown[0]
+                )
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile):
-                raise InvalidRequest("Send the file as the part `file` of a multipart/form-data body.", param="file")
+                raise InvalidRequest(WANTED, param="file")
             if not isinstance(purpose, str):
                 raise InvalidRequest("Say what the file is for: `purpose=fine-tune`.", param="purpose")
             yield Upload(file.filename or "", purpose, file.file)
     except ClientDisconnect as error:
         raise InvalidRequest("The upload broke off.", param="file") from error
+    except HTTPException as error:
+        if error.status_code != HTTPStatus.BAD_REQUEST:
+            raise
+        raise InvalidRequest(f"The form can't be read: {error.detail} {WANTED}", param="file") from error
 
 
 FORM: dict[str, Any] = {

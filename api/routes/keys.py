@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1/keys", tags=["keys"])
 class NewKey(BaseModel):
     """A key to be made."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
     name: str = Field(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f]+$")
     """What it is for."""
     scopes: list[Literal["read", "submit", "admin"]] = Field(["read", "submit"], min_length=1, max_length=3)

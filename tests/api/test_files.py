@@ -107,10 +107,11 @@ def test_names_that_no_client_library_would_send_are_harmless_too(http, filename
         pytest.param(part("file", CHAT, b"a.jsonl") + b"--b--\r\n", "purpose", id="no purpose"),
         pytest.param(part("purpose", b"fun") + part("file", CHAT, b"a") + b"--b--", "purpose", id="no such purpose"),
         pytest.param(PURPOSE + part("file", b"text as a field") + b"--b--\r\n", "file", id="a file that is none"),
-        pytest.param(PURPOSE + part("file", CHAT, b"a") * 2 + b"--b--\r\n", None, id="two files"),
+        pytest.param(PURPOSE + part("file", CHAT, b"a") * 2 + b"--b--\r\n", "file", id="two files"),
+        pytest.param(PURPOSE + part("prupose", b"") + part("file", CHAT, b"a") + b"--b--\r\n", "prupose", id="other"),
         pytest.param(PURPOSE + part("file", CHAT, b"a")[:-20], "file", id="cut short"),
         pytest.param(b"", "file", id="empty"),
-        pytest.param(b"not multipart at all", None, id="something else"),
+        pytest.param(b"not multipart at all", "file", id="something else"),
     ],
 )  # fmt: skip
 # The spooled beginning of a part that broke off is left to the garbage collector by the parser.

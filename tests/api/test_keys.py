@@ -34,6 +34,8 @@ def test_a_key_that_has_expired_opens_nothing(live, http):
         pytest.param({"name": "a", "scopes": ["root"]}, "scopes.0", id="no such scope"),
         pytest.param({"name": "a", "scopes": []}, "scopes", id="no scope"),
         pytest.param({"name": "a\u0000"}, "name", id="NUL"),
+        pytest.param({"name": "a", "expires_at": True}, "expires_at", id="a truth value for a time"),
+        pytest.param({"name": "a", "expires_at": "1"}, "expires_at", id="text for a time"),
         pytest.param({"name": "a", "expires_at": 10**30}, "expires_at", id="after the end of time"),
     ],
 )

@@ -86,8 +86,9 @@ def test_a_wrong_method_is_told_which_there_are(http):
         pytest.param(b"kind=pretrain", "application/x-www-form-urlencoded", id="a form"),
     ],
 )
-def test_a_body_that_is_no_json_object_is_a_bad_request(http, body, content_type):
-    envelope(http.post("/v1/jobs", content=body, headers={"content-type": content_type}), 400)
+def test_a_body_that_is_no_json_object_is_a_bad_request_that_says_so(http, body, content_type):
+    error = envelope(http.post("/v1/jobs", content=body, headers={"content-type": content_type}), 400)
+    assert "JSON" in error["message"]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
