@@ -304,7 +304,8 @@ def has_started(events: Path) -> bool:
 def safe_step(run_file: Path) -> int:
     """The step that a run can go on from: of its last checkpoint, else the one that it went on from itself."""
     events = run_file.parent / EVENTS
-    lines = events.read_text().splitlines() if events.exists() else []
+    # A message may hold what Python takes for an end of line; after the last one there is nothing, or half an event.
+    *lines, _ = events.read_bytes().split(b"\n") if events.exists() else [b""]
     saved = [event.step for line in lines if isinstance(event := adapter.validate_json(line), CheckpointSaved)]
     return saved[-1] if saved else resumed_step(run_file)
 

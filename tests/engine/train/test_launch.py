@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from engine.emit import last_event
-from engine.events import Failed, Finished, Log, Stopped
+from engine.events import CheckpointSaved, Failed, Finished, Log, Stopped
+from engine.launch import safe_step
 from tests.engine.train.runs import config
 
 LAUNCH = """
@@ -178,6 +179,15 @@ def test_ranks_that_do_not_hear_of_a_stop_before_the_first_step_are_stopped_for_
     run.process.send_signal(signal.SIGTERM)
     assert run.gone() == 0
     assert (run.last().type, run.last().step) == ("stopped", 0)
+
+
+def test_the_step_to_go_on_from_is_found_whatever_messages_hold(tmp_path):
+    run_file = tmp_path / "run.json"
+    run_file.write_text(config().model_dump_json())
+    assert safe_step(run_file) == 0
+    events = [CheckpointSaved(step=4, path="a", bytes=1, seconds=1), Log(message="one\u2028two\x85three")]
+    (tmp_path / "events.jsonl").write_text("\n".join([*(event.model_dump_json() for event in events), '{"type": "che']))
+    assert safe_step(run_file) == 4
 
 
 def test_kill_9_of_the_launcher_leaves_no_rank(start):
