@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import errors, openapi
 from api.measures import Measures
+from api.protocol import request_id as new_request_id
 from api.routes import completions, files, health, jobs, keys, models, nodes
 from api.sse import Streams
 from core.services import Services
@@ -79,7 +79,7 @@ class Around:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = f"req-{secrets.token_hex(12)}"
+        request_id = new_request_id()
         measures: Measures = scope["app"].state.measures
         started, status = time.perf_counter(), 0
 

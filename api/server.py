@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.app import create_app
+from api.protocol import Protocol
 from core import log
 from core.services import Services
 from core.settings import Settings
@@ -50,6 +51,7 @@ def main() -> None:
     app = create_app(services)
     config = uvicorn.Config(
         app,
+        http=Protocol,
         host=settings.host,
         port=settings.port,
         log_config=None,

@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 
 from api.app import create_app
 from api.client import Client
+from api.protocol import Protocol
 from api.server import Server
 from core import broker, keys, schema
 from core.models import Project
@@ -56,7 +57,7 @@ def new_project(session: Session) -> str:
 def running(services: Services) -> Iterator[str]:
     """The API of `services` in a thread; its URL."""
     app = create_app(services)
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(app, http=Protocol, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1)
     server = Server(app, config)
     thread = threading.Thread(target=server.run, name="api", daemon=True)
     thread.start()

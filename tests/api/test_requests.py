@@ -2,6 +2,7 @@
 
 import json
 import socket
+from http.client import HTTPResponse
 
 import httpx
 import pytest
@@ -163,6 +164,29 @@ def test_an_upload_without_a_key_is_refused_before_its_bytes_are_read(live):
             b"content-length: 100000000\r\n\r\n--b\r\n"
         )
         assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(b"GET /v1/jobs/caf\xc3\xa9 HTTP/1.1\r\nhost: x\r\n\r\n", id="a path that is not ASCII"),
+        pytest.param(b"FOO /v1/jobs HTTP/1.1\r\nhost: x\r\n\r\n", id="a method that there is not"),
+        pytest.param(b"POST /v1/jobs HTTP/1.1\r\ncontent-length: -5\r\n\r\n", id="a length below nothing"),
+        pytest.param(b"POST /v1/jobs HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\nabc", id="a bad chunk"),
+        pytest.param(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", id="TLS"),
+    ],
+)
+def test_what_is_no_http_is_told_so_in_the_envelope(live, said):
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_SECONDS) as connection:
+        connection.sendall(said)
+        answer = HTTPResponse(connection)
+        answer.begin()
+        body = json.loads(answer.read())
+    assert answer.status == 400
+    assert answer.headers["x-request-id"].startswith("req-")
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert "HTTP/1.1" in body["error"]["message"]
 
 
 def test_measures_count_requests_and_jobs_by_state(live, http):
