@@ -135,11 +135,13 @@ class Sampler:
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token's id, from fp32 logits over the vocabulary."""
+    """The next token's id, from fp32 logits over the vocabulary. Raises ValueError where they are not finite."""
+    if not logits_V.isfinite().all():
+        raise ValueError("the model gives no finite chances: its weights are damaged, or its training diverged")
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    # In double: the last few of 100 000 cumulated fp32 probabilities are noise.
-    chances_V = (logits_V.double() / sampling.temperature).softmax(-1)
+    # In double: the last few of 100 000 cumulated fp32 probabilities are noise. Below zero, so that none overflows.
+    chances_V = ((logits_V.double() - logits_V.max()) / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
         sorted_V, order_V = chances_V.sort(descending=True)
         # A token stays where those before it do not reach `top_p` yet; the likeliest always does.

@@ -142,6 +142,17 @@ def test_chances_follow_the_temperature() -> None:
     assert draws.count(0) / 4000 == pytest.approx(2 / 3, abs=0.03)
 
 
+def test_however_low_the_temperature_the_likeliest_token_is_left() -> None:
+    assert choose(torch.tensor([1.0, 3.0, 2.0]), Sampling(temperature=1e-310), torch.Generator()) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_refused(broken: float, temperature: float) -> None:
+    with pytest.raises(ValueError, match="weights are damaged"):
+        choose(torch.tensor([1.0, broken]), Sampling(temperature=temperature), torch.Generator())
+
+
 def said(folder: Path, *orders: Any) -> list[dict[str, Any]]:
     lines = "".join((order if isinstance(order, str) else json.dumps(order)) + "\n" for order in orders)
     writer = io.StringIO()
