@@ -97,12 +97,12 @@ class Around:
                     await errors.http_error(nothing)(scope, receive, send_with_id)
                 else:
                     await self.app(scope, limited(scope, receive), send_with_id)
-            except Exception:
+            except Exception as error:
                 # The edge of the process: the log gets the stack, the caller an id to report.
                 log.exception("a request failed", method=scope["method"], path=scope["path"])
                 if status:
                     raise
-                await errors.internal_error()(scope, receive, send_with_id)
+                await errors.unforeseen(error)(scope, receive, send_with_id)
             finally:
                 route = getattr(scope.get("route"), "path", "unknown")
                 measures.request(scope["method"], route, status, time.perf_counter() - started)

@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 
+from core import space
 from core.db import AWAY
-from core.errors import DomainError, InvalidFile, InvalidKey, InvalidRequest, Unavailable
+from core.errors import DiskFull, DomainError, InvalidFile, InvalidKey, InvalidRequest, Unavailable
 
 log = structlog.get_logger()
 
@@ -75,8 +76,13 @@ def domain_error(error: DomainError) -> JSONResponse:
     return respond(error.status, detail, error.headers)
 
 
-def internal_error() -> JSONResponse:
-    """What a caller sees of our own mistakes: nothing but the id (in the header) to report it by."""
+def unforeseen(error: Exception) -> JSONResponse:
+    """What a caller sees of an error that nobody handled: a full disk can be met anywhere; the rest are our mistakes.
+
+    Of those nothing is told but the id (in the header) to report it by.
+    """
+    if space.is_full(error):
+        return domain_error(DiskFull())
     detail = ErrorDetail(
         message="Something went wrong on our side; it is in the log under this answer's x-request-id.",
         type="server_error",
@@ -186,7 +192,9 @@ def install(app: FastAPI) -> None:
 
     async def on_absence(request: Request, error: Exception) -> JSONResponse:
         log.warning("the database is away", error=str(error))
-        return domain_error(Unavailable("The database is away or busy; try again in a moment."))
+        return domain_error(
+            DiskFull() if space.is_full(error) else Unavailable("The database is away or busy; try again in a moment.")
+        )
 
     for kind in AWAY:
         app.exception_handler(kind)(on_absence)

@@ -95,3 +95,12 @@ class Unavailable(DomainError):
     """A part of the service that this needs is not there now; trying again later can work."""
 
     status, code, type = 503, "unavailable", "server_error"
+
+
+class DiskFull(Unavailable):
+    """The disk is full, so nothing was kept; it works again once whoever runs the service has freed space."""
+
+    code = "disk_full"
+
+    def __init__(self) -> None:
+        super().__init__("The server's disk is full, so nothing was kept: free space on it, then try again.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
@@ -17,7 +16,7 @@ import structlog
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core import artifacts, checkpoints, joblogs, jobs
+from core import artifacts, checkpoints, joblogs, jobs, space
 from core.db import AWAY
 from core.errors import InvalidMove
 from core.failures import failure
@@ -330,7 +329,6 @@ def drained(inbox: SimpleQueue[Log]) -> Iterable[Log]:
 
 def explain(error: Exception) -> dict[str, Any]:
     """`Job.error` for what went wrong on our side of an attempt."""
-    # The storage library tells a full disk in words only.
-    if getattr(error, "errno", None) in {errno.ENOSPC, errno.EDQUOT} or "No space left" in str(error):
+    if space.is_full(error):
         return failure("disk_full", f"no space left: {error}")
     return failure("internal", f"{type(error).__name__}: {error}")

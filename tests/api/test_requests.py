@@ -1,5 +1,6 @@
 """What is true of every request: who may ask, how errors look, and that nothing from outside makes us fail."""
 
+import errno
 import json
 import socket
 from http.client import HTTPResponse
@@ -127,6 +128,25 @@ def test_a_database_that_is_away_is_a_reason_to_try_again(http, monkeypatch):
 
     monkeypatch.setattr(nodes, "listing", listing)
     assert envelope(http.get("/v1/nodes"), 503)["code"] == "unavailable"
+
+
+@pytest.mark.parametrize(
+    "met",
+    [
+        pytest.param(OSError(errno.ENOSPC, "No space left on device"), id="by the file system"),
+        pytest.param(OperationalError("INSERT", {}, Exception("database or disk is full")), id="by the database"),
+    ],
+)
+def test_a_full_disk_is_told_as_one_and_nothing_is_kept(live, http, monkeypatch, met):
+    def put_stream(key, chunks):
+        raise met
+
+    monkeypatch.setattr(live.services.storage, "put_stream", put_stream)
+    answer = http.post("/v1/files", data={"purpose": "pretrain"}, files={"file": ("a.txt", b"to be or not to be")})
+    error = envelope(answer, 503)
+    assert error["code"] == "disk_full"
+    assert "disk is full" in error["message"]
+    assert http.get("/v1/files").json()["data"] == []
 
 
 def test_every_answer_has_an_id_of_its_own(http):
