@@ -16,9 +16,9 @@ from core.db import lock
 from core.errors import InvalidMove, InvalidSpec, NotFound
 from core.failures import failure
 from core.keys import Account
-from core.models import Job, JobEvent, Slot, database_now, new_id
+from core.models import Job, JobEvent, Node, Slot, database_now, new_id
 from core.paging import Page
-from core.resolve import resolve
+from core.resolve import Resolution, resolve
 from core.settings import Settings
 from core.spec import JobSpec
 from core.states import HELD, TERMINAL, JobState, sources
@@ -52,9 +52,7 @@ def create(
     """
     if earlier := _earlier(session, owner, idempotency_key, request_digest, retried=retried):
         return earlier
-    base = catalog.facts(session, owner, spec.model.base, models=settings.models) if spec.model.base else None
-    uploads = {id_: files.facts(session, owner, id_, param=param) for param, id_ in spec.files()}
-    resolution = resolve(spec, base=base, files=uploads, cluster=nodes.cluster(session))
+    resolution = _resolve(session, owner, spec, settings)
     job = Job(
         id=new_id("job"),
         project_id=owner.project_id,
@@ -66,7 +64,7 @@ def create(
         spec=spec.model_dump(mode="json", by_alias=True, exclude_unset=True),
         run_config=resolution.run.model_dump(mode="json"),
         plan=resolution.plan,
-        base_model=base.name if base else None,
+        base_model=spec.model.base,
         slots=resolution.slots,
         state=S.QUEUED,
         queue_reason="waits for the scheduler's next look",
@@ -87,6 +85,12 @@ def create(
     session.flush()
     hints.nudge(session)
     return job
+
+
+def _resolve(session: Session, owner: Account, spec: JobSpec, settings: Settings) -> Resolution:
+    base = catalog.facts(session, owner, spec.model.base, models=settings.models) if spec.model.base else None
+    uploads = {id_: files.facts(session, owner, id_, param=param) for param, id_ in spec.files()}
+    return resolve(spec, base=base, files=uploads, cluster=nodes.cluster(session))
 
 
 def digest(owner: Account, body: bytes) -> str:
@@ -359,6 +363,26 @@ def claim(session: Session, job_id: str, holder: str, lease: timedelta, *, node:
         .returning(Job)
         .execution_options(synchronize_session=False, populate_existing=True)
     ).one_or_none()
+
+
+def refit(session: Session, job: Job, *, settings: Settings) -> Job:
+    """Resolve a job anew that was made before any host offered GPUs, and whose first attempt was given some.
+
+    Its precision may change with that, so a job that has trained already stays as it is. It fails where its host's
+    memory can't hold it.
+    """
+    node = session.get_one(Node, job.node)
+    if job.attempt > 1 or node.device == job.run_config["device"]:
+        return job
+    owner = Account(project_id=job.project_id, key_id="", scopes=frozenset())
+    try:
+        resolution = _resolve(session, owner, JobSpec.model_validate(job.spec), settings)
+    except InvalidSpec as error:
+        why = failure("out_of_memory", error.message, param=error.param)
+        return move(session, job.id, S.FAILED, fence=job.attempt, error=why)
+    job.run_config, job.plan = resolution.run.model_dump(mode="json"), resolution.plan
+    session.flush()
+    return job
 
 
 def renew(session: Session, job_id: str, *, fence: int, lease: timedelta) -> Job | None:

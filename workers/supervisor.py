@@ -13,6 +13,7 @@ from core import jobs
 from core import log as logging
 from core.services import Services
 from core.settings import Settings
+from core.states import TERMINAL
 from workers.attempt import Attempt
 from workers.launcher import Launcher, LocalLauncher, adopt_orphans
 from workers.lease import Lease
@@ -43,8 +44,10 @@ def supervise(services: Services, job_id: str, *, launcher: Launcher, orders: Or
     claimed_at = monotonic()
     with services.db.session() as session:
         job = jobs.claim(session, job_id, holder, services.settings.lease, node=node)
-    if job is None:
-        log.info("nothing to claim", job=job_id)
+        if job is not None:
+            job = jobs.refit(session, job, settings=services.settings)
+    if job is None or job.state in TERMINAL:
+        log.info("nothing to run", job=job_id)
         return None
     with structlog.contextvars.bound_contextvars(job=job_id, attempt=job.attempt):
         log.info("attempt claimed", holder=holder)

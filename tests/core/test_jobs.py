@@ -217,6 +217,44 @@ def test_a_late_message_cannot_claim_a_job_that_was_placed_elsewhere(session: Se
     assert jobs.claim(session, job.id, "supervisor-1", LEASE, node="node-1") is None
 
 
+@pytest.mark.parametrize(
+    ("device", "becomes"), [("cuda", ("cuda", "bf16")), ("cpu", ("cpu", "fp32"))], ids=["on-gpus", "on-cpus"]
+)
+def test_a_job_made_before_any_host_was_there_fits_the_first_that_takes_it(
+    session: Session, owner: Account, tmp_settings: Settings, device: str, becomes: tuple[str, str]
+) -> None:
+    make.file(session)
+    made = jobs.create(session, owner, make.spec(), settings=tmp_settings)
+    make.node(session, device=device)
+    jobs.place(session, made.id, "node-1", [0], claim_within=LEASE)
+    claimed = jobs.claim(session, made.id, "supervisor-1", LEASE, node="node-1")
+    assert claimed is not None
+    run = jobs.refit(session, claimed, settings=tmp_settings).run_config
+    assert (run["device"], run["training"]["precision"]) == becomes
+
+
+def test_a_job_that_has_had_an_attempt_keeps_its_numbers(session: Session, tmp_settings: Settings) -> None:
+    make.node(session, device="cuda")
+    job = make.job(session, state=S.STARTING, attempt=2)
+    assert jobs.refit(session, job, settings=tmp_settings).run_config["device"] == "cpu"
+
+
+def test_a_job_that_its_first_host_cannot_hold_fails_and_says_so(
+    session: Session, owner: Account, tmp_settings: Settings
+) -> None:
+    make.file(session)
+    made = jobs.create(session, owner, make.spec(), settings=tmp_settings)
+    make.node(session, device="cuda", slot_memory_bytes=1)
+    jobs.place(session, made.id, "node-1", [0], claim_within=LEASE)
+    claimed = jobs.claim(session, made.id, "supervisor-1", LEASE, node="node-1")
+    assert claimed is not None
+    failed = jobs.refit(session, claimed, settings=tmp_settings)
+    assert failed.state is S.FAILED
+    assert failed.error is not None
+    assert failed.error["code"] == "out_of_memory"
+    assert held_slots(session) == [None, None]
+
+
 def test_a_renewal_tells_what_is_wished(session: Session, owner: Account) -> None:
     job = make.job(session, state=S.RUNNING)
     jobs.cancel(session, owner, job.id)
