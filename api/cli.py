@@ -9,15 +9,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 import yaml
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
 
 from api import watching
 from api.client import ApiError, Client, Damaged, Json, Unreachable
@@ -33,11 +34,13 @@ class Exit(IntEnum):
     UNREACHABLE = 4
     JOB_CANCELLED = 5
     DAMAGED = 6
+    INTERRUPTED = 130
+    """Ctrl-C, as shells number it."""
 
 
 EPILOG = (
     "Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 the server refused, 4 no server answers, "
-    "5 the job was cancelled, 6 a download is damaged."
+    "5 the job was cancelled, 6 a download is damaged, 130 Ctrl-C."
 )
 PATIENCE_SECONDS = 30.0
 """How long reads are tried again while the server is away."""
@@ -76,6 +79,8 @@ def connection(
 def client(context: typer.Context) -> Iterator[Client]:
     """A client for one command; what goes wrong becomes words and an exit code."""
     at: Connection = context.obj
+    if not at.url.startswith(("http://", "https://")):
+        fail(f"{at.url!r} is no URL of a server: it must begin with http:// or https://.", Exit.USAGE)
     if not at.key:
         fail("No key: set TRAINSHED_API_KEY, or give --key. `trainshed serve` shows the first one.", Exit.USAGE)
     try:
@@ -99,23 +104,37 @@ def show_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def show_table(rows: list[Json], columns: dict[str, str]) -> None:
-    """Chosen fields of each row; a dot goes deeper."""
-    table = Table(box=None, pad_edge=False)
-    for title in columns:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*(cell(row, path) for path in columns.values()))
-    Console().print(table)
+def show_table(rows: list[Json], columns: dict[str, str], *, none: str) -> None:
+    """Chosen fields of each row, a dot goes deeper; or why there are no rows.
+
+    A row is one line however narrow the terminal is: ids are there to be copied, and pipes read lines.
+    """
+    if not rows:
+        typer.echo(none, err=True)
+        return
+    lines = [list(columns), *([cell(row, path) for path in columns.values()] for row in rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        padded = (text + " " * (width - cell_len(text)) for text, width in zip(line, widths, strict=True))
+        typer.echo("  ".join(padded).rstrip())
 
 
 def cell(row: Json, path: str) -> str:
     value: Any = row
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case list():
+            return ", ".join(map(str, value))
+        case int() | float() if path.endswith("_at"):
+            return f"{datetime.fromtimestamp(value):%Y-%m-%d %H:%M}"
+        case float():
+            return f"{value:.4f}"
+    return str(value)
 
 
 # The service
@@ -245,8 +264,10 @@ def upload_data(trainshed: Client, spec: Json, folder: Path) -> Json:
         path = folder / name
         if not path.is_file():
             fail(f"{name!r} is neither a file id nor a file in {folder.absolute()}.", Exit.USAGE)
-        typer.echo(f"uploading {path}", err=True)
-        return trainshed.upload(path)["id"]
+        typer.echo(f"uploading {path} … ", nl=False, err=True)
+        uploaded = trainshed.upload(path)["id"]
+        typer.echo(uploaded, err=True)
+        return uploaded
 
     train = data.get("train")
     changed: Json = {"train": [id_of(name) for name in train]} if isinstance(train, list) else {}
@@ -258,9 +279,11 @@ def upload_data(trainshed: Client, spec: Json, folder: Path) -> Json:
 @app.command("list")
 def list_jobs(
     context: typer.Context,
-    state: Annotated[str | None, typer.Option(help="Only jobs in this state.")] = None,
+    state: Annotated[str | None, typer.Option(help="Only jobs in this state, such as running.")] = None,
     kind: Annotated[str | None, typer.Option(help="pretrain or finetune.")] = None,
-    label: Annotated[list[str] | None, typer.Option(help="name=value; may be repeated.")] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(help="Only jobs with this label, name=value; may be repeated.")
+    ] = None,
     limit: Annotated[int, typer.Option(help="At most so many, newest first.")] = 20,
     as_json: JsonFlag = False,
 ) -> None:
@@ -274,7 +297,8 @@ def list_jobs(
     else:
         columns = {"id": "id", "name": "name", "kind": "kind", "state": "state", "step": "progress.step",
                    "of": "progress.total_steps", "loss": "progress.loss", "model": "model"}  # fmt: skip
-        show_table(rows, columns)
+        filtered = state or kind or label
+        show_table(rows, columns, none="No such jobs." if filtered else "No jobs yet; `trainshed submit` makes one.")
 
 
 @app.command()
@@ -291,7 +315,7 @@ def show(context: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
 def describe(job: Json) -> None:
     progress, queue, error = job["progress"], job["queue"], job["error"] or {}
     lines = {
-        "job": f"{job['id']} ({job['kind']}) {job['name'] or ''}",
+        "job": f"{job['id']} ({job['kind']}) {job['name'] or ''}".rstrip(),
         "state": job["state"],
         "waits": queue["reason"],
         "progress": watching.Picture(job).line if progress["step"] else None,
@@ -314,13 +338,17 @@ def watch(context: typer.Context, job: JobId, as_json: JsonFlag = False) -> None
 def stay(trainshed: Client, job: Json, *, as_json: bool) -> None:
     """Watch until the end; the exit code is the job's outcome."""
     events = trainshed.follow(job["id"])
-    if as_json:
-        for event in events:
-            typer.echo(json.dumps({"event": event.name, **event.data}, ensure_ascii=False))
-        ended = event.data["job"]
-    else:
-        ended = watching.watch(job, events, Console())
-        describe(ended)
+    try:
+        if as_json:
+            for event in events:
+                typer.echo(json.dumps({"event": event.name, **event.data}, ensure_ascii=False))
+            ended = event.data["job"]
+        else:
+            ended = watching.watch(job, events, Console())
+            describe(ended)
+    except KeyboardInterrupt:
+        # The code of an aborted command would be that of a failed job.
+        fail(f"The job goes on. `trainshed cancel {job['id']}` ends it; `watch` shows it again.", Exit.INTERRUPTED)
     outcomes = {"failed": Exit.JOB_FAILED, "cancelled": Exit.JOB_CANCELLED}
     raise typer.Exit(outcomes.get(ended["state"], Exit.OK))
 
@@ -394,7 +422,7 @@ def download(
 @app.command()
 def chat(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    model: Annotated[str, typer.Argument(help="Name of the model; `trainshed models list` has them all.")],
     message: Annotated[str | None, typer.Option("--message", "-m", help="Ask this and leave.")] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
@@ -404,6 +432,8 @@ def chat(
     """Talk with a model; an empty line or Ctrl-D ends it."""
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     with client(context) as trainshed:
+        if message is None and sys.stdin.isatty():
+            typer.echo("An empty line or Ctrl-D ends the conversation.", err=True)
         while said := message or ask():
             messages.append({"role": "user", "content": said})
             answer = trainshed.chat(model, messages, max_tokens=max_tokens, temperature=temperature)
@@ -433,7 +463,8 @@ def nodes(context: typer.Context, as_json: JsonFlag = False) -> None:
         show_json(rows)
         return
     free = [row | {"free": f"{sum(not slot['held'] for slot in row['slots'])} of {len(row['slots'])}"} for row in rows]
-    show_table(free, {"node": "id", "device": "device", "alive": "alive", "draining": "draining", "free": "free"})
+    columns = {"node": "id", "device": "device", "alive": "alive", "draining": "draining", "free": "free"}
+    show_table(free, columns, none="No hosts yet; `trainshed serve` brings one, `trainshed worker` adds another.")
 
 
 # Files, keys, models
@@ -442,12 +473,17 @@ def nodes(context: typer.Context, as_json: JsonFlag = False) -> None:
 @files_app.command("upload")
 def upload_file(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="Text, or JSON Lines of text, messages or prompts.")
+    ],
+    purpose: Annotated[str, typer.Option(help="fine-tune or pretrain for data, tokenizer for a tokenizer.json.")] = (
+        "fine-tune"
+    ),
     as_json: JsonFlag = False,
 ) -> None:
-    """Upload a training file; prints its id."""
+    """Upload a file; prints its id."""
     with client(context) as trainshed:
-        uploaded = trainshed.upload(file)
+        uploaded = trainshed.upload(file, purpose=purpose)
     if as_json:
         show_json(uploaded)
     else:
@@ -462,18 +498,23 @@ def list_files(context: typer.Context, as_json: JsonFlag = False) -> None:
     if as_json:
         show_json(rows)
     else:
-        show_table(rows, {"id": "id", "file": "filename", "bytes": "bytes", "purpose": "purpose"})
+        columns = {"id": "id", "file": "filename", "bytes": "bytes", "purpose": "purpose", "uploaded": "created_at"}
+        show_table(rows, columns, none="No files yet; `trainshed files upload` sends one.")
 
 
 @files_app.command("report")
-def report_file(context: typer.Context, file: Annotated[str, typer.Argument(metavar="FILE")]) -> None:
+def report_file(
+    context: typer.Context, file: Annotated[str, typer.Argument(metavar="FILE", help="Id of the file.")]
+) -> None:
     """Print what validation found in a file."""
     with client(context) as trainshed:
         show_json(trainshed.file_report(file))
 
 
 @files_app.command("delete")
-def delete_file(context: typer.Context, file: Annotated[str, typer.Argument(metavar="FILE")]) -> None:
+def delete_file(
+    context: typer.Context, file: Annotated[str, typer.Argument(metavar="FILE", help="Id of the file.")]
+) -> None:
     """Delete a file."""
     with client(context) as trainshed:
         typer.echo(f"{trainshed.delete_file(file)['id']} deleted")
@@ -503,11 +544,16 @@ def list_keys(context: typer.Context, as_json: JsonFlag = False) -> None:
     if as_json:
         show_json(rows)
     else:
-        show_table(rows, {"id": "id", "name": "name", "scopes": "scopes", "revoked": "revoked_at"})
+        columns = {"id": "id", "name": "name", "scopes": "scopes", "made": "created_at", "expires": "expires_at",
+                   "revoked": "revoked_at"}  # fmt: skip
+        show_table(rows, columns, none="No keys yet.")
 
 
 @keys_app.command("revoke")
-def revoke_key(context: typer.Context, key: Annotated[str, typer.Argument(metavar="KEY_ID")]) -> None:
+def revoke_key(
+    context: typer.Context,
+    key: Annotated[str, typer.Argument(metavar="KEY_ID", help="key-…, as `keys list` shows it.")],
+) -> None:
     """End a key at once."""
     with client(context) as trainshed:
         typer.echo(f"{trainshed.revoke_key(key)['id']} revoked")
@@ -521,19 +567,21 @@ def list_models(context: typer.Context, as_json: JsonFlag = False) -> None:
     if as_json:
         show_json(rows)
     else:
-        show_table(rows, {"model": "id", "owner": "owned_by", "job": "job_id"})
+        columns = {"model": "id", "owner": "owned_by", "job": "job_id"}
+        show_table(rows, columns, none="No models yet: put one into the server's models directory, or pretrain one.")
 
 
 @models_app.command("register")
 def register_model(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="What it is called.")],
-    source: Annotated[str, typer.Argument(help="dir:<folder under the models directory>, or a job's id.")],
+    source: Annotated[str, typer.Argument(help="A folder in the server's models directory, or a job's id.")],
     as_json: JsonFlag = False,
 ) -> None:
     """Name a model that jobs can start from."""
     with client(context) as trainshed:
-        made = trainshed.register_model(name, {"job": source} if source.startswith("job-") else source)
+        of_job, said = source.startswith("job-"), source.startswith("dir:")
+        made = trainshed.register_model(name, {"job": source} if of_job else source if said else f"dir:{source}")
     if as_json:
         show_json(made)
     else:

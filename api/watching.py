@@ -51,18 +51,23 @@ class Picture:
                 self.note = event.data["message"]
 
     @property
-    def eta(self) -> str:
+    def eta(self) -> timedelta | None:
+        """None before the first step was seen."""
         if not (self.total and self.step_seconds):
-            return "-"
-        return str(timedelta(seconds=round(self.step_seconds * max(0, self.total - self.step))))
+            return None
+        return timedelta(seconds=round(self.step_seconds * max(0, self.total - self.step)))
 
     @property
     def line(self) -> str:
-        """Step, loss, tokens per second, ETA."""
-        of = f"/{self.total}" if self.total else ""
-        loss = f"{self.loss:.4f}" if self.loss is not None else "-"
-        speed = f"{self.tokens_per_second:,.0f}" if self.tokens_per_second else "-"
-        return f"step {self.step}{of}  loss {loss}  {speed} tokens/s  ETA {self.eta}"
+        """Step, loss, tokens per second, ETA; what isn't known is left out."""
+        parts = [f"step {self.step}/{self.total}" if self.total else f"step {self.step}"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}")
+        if self.tokens_per_second:
+            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        if self.eta is not None:
+            parts.append(f"ETA {self.eta}")
+        return "  ".join(parts)
 
     @property
     def curve(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timedelta
 
 import pytest
 from typer.testing import CliRunner
@@ -99,6 +100,40 @@ def test_files_keys_models_and_nodes(live, trainshed, spec, http):
     assert f"node-{job}" in trainshed("nodes")
 
 
+def test_empty_lists_say_what_would_fill_them_and_scripts_read_nothing(trainshed):
+    for command, said in {"list": "trainshed submit", "files list": "files upload", "models list": "pretrain"}.items():
+        assert trainshed(*command.split()) == ""
+        assert said in CliRunner().invoke(app, command.split()).stderr
+    assert "No such jobs." in CliRunner().invoke(app, ["list", "--state", "failed"]).stderr
+
+
+def test_a_row_of_a_list_is_one_line_however_narrow_the_terminal(trainshed, spec, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    job = trainshed("submit", spec).split()[-1]
+    header, row = trainshed("list").splitlines()
+    assert row.split()[:4] == [job, "tiny", "pretrain", "queued"]
+    assert header.index("state") == row.index("queued")
+
+
+def test_a_list_says_yes_and_no_names_and_dates(trainshed):
+    trainshed("keys", "create", "ci", "--scope", "read", "--scope", "submit")
+    columns = [column.split() for column in trainshed("keys", "list").splitlines()]
+    assert columns[0] == ["id", "name", "scopes", "made", "expires", "revoked"]
+    _, name, *scopes, date, time, expires, revoked = columns[1]
+    assert (name, scopes, expires, revoked) == ("ci", ["read,", "submit"], "-", "-")
+    assert datetime.now() - datetime.fromisoformat(f"{date} {time}") < timedelta(hours=1)
+
+
+def test_ctrl_c_on_watching_leaves_the_job_alone_and_is_no_failure(trainshed, spec, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    job = trainshed("submit", spec).split()[-1]
+    monkeypatch.setattr("api.watching.watch", interrupted)
+    assert f"trainshed cancel {job}" in trainshed("watch", job, code=Exit.INTERRUPTED)
+    assert json.loads(trainshed("show", job, "--json"))["state"] == "queued"
+
+
 def test_logs_are_printed_as_they_are(live, trainshed, spec):
     job = trainshed("submit", spec).split()[-1]
     folder = live.services.settings.runs / job / "1" / "logs"
@@ -116,6 +151,8 @@ def test_logs_are_printed_as_they_are(live, trainshed, spec):
         pytest.param(
             ["--url", "http://127.0.0.1:9", "nodes"], Exit.UNREACHABLE, "trainshed serve", id="and what to do"
         ),
+        pytest.param(["--url", "localhost:8642", "list"], Exit.USAGE, "http://", id="a URL without its scheme"),
+        pytest.param(["models", "register", "x", "nothing"], Exit.REFUSED, "no folder", id="a folder by its bare name"),
         pytest.param(["submit", "nothing.json"], Exit.USAGE, "does not exist", id="a spec that is not there"),
         pytest.param(["chat", "nothing", "-m", "hi"], Exit.REFUSED, "no model", id="a model that is not there"),
         pytest.param(["serve", "--port", "99999"], Exit.USAGE, "port", id="a port that is none"),
