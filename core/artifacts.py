@@ -19,7 +19,8 @@ from core.errors import InvalidMove, NotFound
 from core.models import Artifact, Job
 from core.services import Services
 from core.states import JobState
-from core.storage import Storage
+from core.storage import Storage, nothing_unlisted
+from engine.config import ModelShape
 
 MANIFEST = "manifest.json"
 
@@ -46,7 +47,17 @@ def publish(services: Services, job: Job, export: Path) -> None:
     prefix = f"jobs/{job.id}/{job.attempt}/artifacts"
     has_model = any(file.kind == "model" for file in found)
     shape = catalog.shape_of(export / "model") if has_model else None
-    services.storage.put_tree(prefix, export)
+
+    def listed() -> bool:
+        with services.db.reading() as session:
+            return any(artifact.storage_key.startswith(f"{prefix}/") for artifact in of_job(session, job.id))
+
+    with nothing_unlisted(services.storage, prefix, listed=listed):
+        services.storage.put_tree(prefix, export)
+        _list(services, job, prefix, found, shape)
+
+
+def _list(services: Services, job: Job, prefix: str, found: Sequence[_Found], shape: ModelShape | None) -> None:
     with services.db.session() as session:
         held = jobs.held(session, job.id, fence=job.attempt)
         if held.state is JobState.CANCELLING:

@@ -14,7 +14,7 @@ from core.db import after_commit
 from core.models import Checkpoint, Job, new_id
 from core.paging import Page
 from core.services import Services
-from core.storage import Storage
+from core.storage import Storage, nothing_unlisted
 
 
 def publish(
@@ -26,7 +26,20 @@ def publish(
     place of an earlier one's.
     """
     prefix = f"jobs/{job_id}/{fence}/checkpoints/step-{step:08d}"
-    size = sum(stored.bytes for stored in services.storage.put_tree(prefix, folder))
+
+    def listed() -> bool:
+        with services.db.reading() as session:
+            rows = select(Checkpoint.id).where(Checkpoint.job_id == job_id, Checkpoint.storage_prefix == prefix)
+            return session.scalars(rows).first() is not None
+
+    with nothing_unlisted(services.storage, prefix, listed=listed):
+        size = sum(stored.bytes for stored in services.storage.put_tree(prefix, folder))
+        return _list(services, job_id, prefix, fence=fence, step=step, size=size, metrics=metrics)
+
+
+def _list(
+    services: Services, job_id: str, prefix: str, *, fence: int, step: int, size: int, metrics: Mapping[str, Any]
+) -> Checkpoint:
     with services.db.session() as session:
         job = jobs.held(session, job_id, fence=fence)
         checkpoint = session.scalars(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -132,6 +133,19 @@ class Storage:
         """Remove every object beneath `prefix`."""
         for stored in list(self.list(prefix)):
             self.delete(stored.key)
+
+
+@contextmanager
+def nothing_unlisted(storage: Storage, prefix: str, *, listed: Callable[[], bool]) -> Iterator[None]:
+    """Where what is done within fails, remove what it stored beneath `prefix`, unless it is `listed` all the same."""
+    try:
+        yield
+    except Exception:
+        # Whatever goes wrong here too: the first reason is the one to tell.
+        with suppress(Exception):
+            if not listed():
+                storage.delete_tree(prefix)
+        raise
 
 
 def open_storage(url: str) -> Storage:

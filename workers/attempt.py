@@ -105,7 +105,9 @@ class Attempt:
         outcome = self.conclude(outcome)
         self.lease.release()
         log.info("attempt concluded", action=outcome.action.value, reason=outcome.reason)
-        if outcome.action is not Action.ABANDON:
+        if outcome.action is Action.ABANDON:
+            tidy.clear(self.run_dir)
+        else:
             self.tidy()
         return outcome
 

@@ -39,6 +39,21 @@ def tidy_job(services: Services, job_id: str) -> None:
             log.info("run directory removed", job=job_id, attempt=attempt)
 
 
+def clear(run_dir: Path) -> None:
+    """Remove what only the attempt itself could use, when it has ended and may write nothing any more.
+
+    Whoever is next starts elsewhere. Where the disk is full this is what fills it, and as long as it does no row can
+    be written that would let anyone else remove it. The logs wait for the node.
+    """
+    for path in run_dir.iterdir() if run_dir.is_dir() else ():
+        if path.name == "logs":
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def is_over(job: Job, attempt: int) -> bool:
     """Whether nobody works, or will work, in this attempt's run directory."""
     # One above the row's is being claimed while we look.

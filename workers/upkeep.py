@@ -63,14 +63,16 @@ class Upkeep:
     def reclaim(self) -> None:
         """Take back the jobs whose lease is over; a cancel or pause that waited for such a job comes true."""
         with self.services.db.session() as session:
-            for job in jobs.reclaim(session, max_losses=self.services.settings.max_losses):
-                log.warning("job taken back", job=job.id, attempt=job.attempt, state=job.state.value)
+            taken = jobs.reclaim(session, max_losses=self.services.settings.max_losses)
+        for job in taken:
+            log.warning("job taken back", job=job.id, attempt=job.attempt, state=job.state.value)
 
     def tick(self) -> None:
         """The scheduler's look, in case that a nudge was lost or a back-off has passed."""
         with self.services.db.session() as session:
-            for placement in scheduler.tick(session):
-                log.info("job placed", job=placement.job_id, node=placement.node, slots=placement.slots)
+            placed = scheduler.tick(session)
+        for placement in placed:
+            log.info("job placed", job=placement.job_id, node=placement.node, slots=placement.slots)
 
     def resend(self) -> None:
         """Start again what was placed and not claimed. Several supervisors may come of it; one gets the job."""

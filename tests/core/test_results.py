@@ -104,6 +104,37 @@ def test_an_attempt_that_was_replaced_publishes_nothing(services: Services, tmp_
         checkpoints.publish(services, job.id, fence=1, step=50, folder=saved(tmp_path / "step"), metrics={})
     with services.db.reading() as session:
         assert checkpoints.latest(session, job.id) is None
+    assert list(services.storage.list("jobs")) == []
+
+
+def test_a_checkpoint_that_is_not_listed_leaves_nothing_in_storage(
+    services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = running(services)
+    put_file = services.storage.put_file
+
+    def full_at_the_end(key: str, path: Path) -> None:
+        if path.name == "manifest.json":
+            raise OSError(28, "No space left on device")
+        put_file(key, path)
+
+    monkeypatch.setattr(services.storage, "put_file", full_at_the_end)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.publish(services, job.id, fence=1, step=50, folder=saved(tmp_path / "step"), metrics={})
+    assert list(services.storage.list("jobs")) == []
+
+
+def test_a_checkpoint_that_is_listed_stays_when_its_second_upload_fails(
+    services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, folder = running(services), saved(tmp_path / "step")
+    made = checkpoints.publish(services, job.id, fence=1, step=50, folder=folder, metrics={})
+    with services.db.session() as session:
+        jobs.requeue(session, job.id, fence=1, reason="the host goes down")
+    with pytest.raises(InvalidMove):
+        checkpoints.publish(services, job.id, fence=1, step=50, folder=folder, metrics={})
+    checkpoints.stage(services.storage, made, tmp_path / "copy")
+    assert (tmp_path / "copy" / "weights.bin").read_text() == "weights"
 
 
 def test_a_step_that_was_saved_twice_is_listed_once_with_the_later_content(services: Services, tmp_path: Path) -> None:
@@ -199,6 +230,7 @@ def test_a_result_that_comes_too_late_is_not_seen(
     with services.db.reading() as session:
         assert artifacts.of_job(session, job.id) == []
         assert catalog.list_(session, owner, models=tmp_path / "none") == []
+    assert list(services.storage.list("jobs")) == []
 
 
 def test_a_second_publication_takes_the_place_of_the_first(services: Services, tmp_path: Path) -> None:

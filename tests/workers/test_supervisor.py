@@ -243,6 +243,8 @@ def test_a_supervisor_that_was_replaced_ends_its_ranks_and_writes_nothing(servic
     job = job_of(services, job_id)
     assert job.state is JobState.QUEUED
     assert job.last_event == written + 1, "the loss itself, and nothing after it"
+    left = [path.name for path in tidy.run_dir(services.settings, job_id, 1).iterdir()]
+    assert left == ["logs"], "on a full disk nobody could write the row that lets others remove the rest"
     tidy.tidy_host(services)
     assert_nothing_left(services, job_id)
 
