@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -22,15 +19,13 @@ from alembic.util import CommandError
 from sqlalchemy.exc import OperationalError
 
 from core import broker, keys, schema
+from core.children import Child
 from core.db import Database
 from core.settings import Settings
 
 Say = Callable[[str], None]
 
 POLL_SECONDS = 0.2
-FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0
-STEADY_SECONDS = 30.0
-"""A child that lived this long is healthy: its next death starts from the shortest back-off again."""
 API_SECONDS = 5.0
 """How long the API and upkeep may take to end."""
 HURRY_SECONDS = 15.0
@@ -41,72 +36,6 @@ DRAIN_MARGIN_SECONDS = 15.0
 
 class Refused(Exception):
     """It can't start here and now; the text says what would help."""
-
-
-@dataclass
-class Child:
-    """One part, and its log."""
-
-    name: str
-    argv: list[str]
-    environment: dict[str, str]
-    log_path: Path
-    grace_seconds: float
-    pass_fds: tuple[int, ...] = ()
-    backoff: float = FIRST_BACKOFF
-    restart_at: float | None = None
-    started_at: float = 0.0
-    process: subprocess.Popen[bytes] | None = field(default=None)
-
-    def start(self) -> None:
-        with self.log_path.open("ab") as file:
-            # A session of its own: a Ctrl-C at the terminal is ours to hand on, in the order that lets runs be saved.
-            self.process = subprocess.Popen(
-                self.argv,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=self.pass_fds,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-            )
-        self.started_at, self.restart_at = time.monotonic(), None
-
-    def tend(self, say: Say) -> None:
-        """Start it again when it has died, after a while that grows with each death."""
-        now = time.monotonic()
-        if self.restart_at is not None:
-            if now >= self.restart_at:
-                self.start()
-            return
-        assert self.process is not None
-        code = self.process.poll()
-        if code is None:
-            return
-        self.backoff = FIRST_BACKOFF if now - self.started_at > STEADY_SECONDS else self.backoff
-        say(f"{self.name} ended with {code}; it starts again in {self.backoff:g} s. Its log: {self.log_path}")
-        self.restart_at = now + self.backoff
-        self.backoff = min(2 * self.backoff, LONGEST_BACKOFF)
-
-    def ask_to_end(self) -> None:
-        if self.process and self.process.poll() is None:
-            self.process.terminate()
-
-    def wait(self, hurry: threading.Event) -> None:
-        """See it end; what does not end in time is killed with its whole group. In a hurry it is asked once more."""
-        if not self.process:
-            return
-        deadline, hurried = time.monotonic() + self.grace_seconds, False
-        while self.process.poll() is None and time.monotonic() < deadline:
-            if hurry.is_set() and not hurried:
-                # A node that is killed leaves its runs behind. Asked a second time, it ends them and itself.
-                self.process.terminate()
-                deadline, hurried = min(deadline, time.monotonic() + HURRY_SECONDS), True
-            time.sleep(POLL_SECONDS / 4)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 def serve(settings: Settings, say: Say) -> None:
@@ -122,42 +51,56 @@ def serve(settings: Settings, say: Say) -> None:
         if settings.redis_url is None:
             stack.enter_context(broker.running(settings))
         secret = prepare(settings)
-        children = _children(settings, logs, listening)
-        stack.callback(_end, children, hurry, say)
-        for child in children:
-            child.start()
+        parts = _parts(settings, logs, listening)
+        stack.callback(_end, parts, hurry, say)
+        _tend(parts, say)
         _announce(url, settings, secret, say)
         ready = False
         while not stop.wait(POLL_SECONDS):
-            for child in children:
-                child.tend(say)
+            _tend(parts, say)
             if not ready and _is_ready(url):
                 ready = True
                 say("Ready. Ctrl-C stops it; running jobs are saved and go on at the next start.")
 
 
-def _children(settings: Settings, logs: Path, listening: socket.socket) -> list[Child]:
+@dataclass(frozen=True)
+class Part:
+    """One process of the service, and how long it may take to end."""
+
+    child: Child
+    grace_seconds: float
+
+
+def _parts(settings: Settings, logs: Path, listening: socket.socket) -> list[Part]:
     """In the order in which they start; they end in this order too, so that who drains can still be watched."""
     environment = {**os.environ, **settings.environment()}
 
-    def child(name: str, module: str, *arguments: str, grace_seconds: float, pass_fds: tuple[int, ...] = ()) -> Child:
+    def part(name: str, module: str, *arguments: str, grace_seconds: float, pass_fds: tuple[int, ...] = ()) -> Part:
         argv = [sys.executable, "-m", module, *arguments]
-        return Child(name, argv, environment, logs / f"{name}.log", grace_seconds, pass_fds)
+        log_path = logs / f"{name}.log"
+        return Part(Child(name, argv, environment=environment, log_path=log_path, pass_fds=pass_fds), grace_seconds)
 
     fd = listening.fileno()
     return [
-        child("node", "workers.node", grace_seconds=settings.stop_grace_seconds + DRAIN_MARGIN_SECONDS),
-        child("upkeep", "workers.upkeep", grace_seconds=API_SECONDS),
-        child("api", "api.server", "--fd", str(fd), grace_seconds=API_SECONDS, pass_fds=(fd,)),
+        part("node", "workers.node", grace_seconds=settings.stop_grace_seconds + DRAIN_MARGIN_SECONDS),
+        part("upkeep", "workers.upkeep", grace_seconds=API_SECONDS),
+        part("api", "api.server", "--fd", str(fd), grace_seconds=API_SECONDS, pass_fds=(fd,)),
     ]
 
 
-def _end(children: list[Child], hurry: threading.Event, say: Say) -> None:
+def _tend(parts: list[Part], say: Say) -> None:
+    for part in parts:
+        if death := part.child.tend():
+            again = f"it starts again in {death.restart_seconds:g} s"
+            say(f"{death.child} ended with {death.exit_code}; {again}. Its log: {part.child.log_path}")
+
+
+def _end(parts: list[Part], hurry: threading.Event, say: Say) -> None:
     """The node first: its runs are saved and queued again while the rest still stands."""
     say("Stopping: running jobs are saved and queued again. Ctrl-C once more ends them at once.")
-    for child in children:
-        child.ask_to_end()
-        child.wait(hurry)
+    for part in parts:
+        # A node that is killed leaves its runs behind. Asked a second time, it ends them and itself.
+        part.child.stop(part.grace_seconds, hurry=hurry, hurry_seconds=HURRY_SECONDS)
     say("Stopped.")
 
 
@@ -257,9 +200,3 @@ def _listen(settings: Settings) -> Iterator[socket.socket]:
             ) from error
         listening.listen(2048)
         yield listening
-
-
-def _die_with_parent() -> None:
-    """In the child, before it begins: end when `serve` is killed, so that the next one finds nobody in its place."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

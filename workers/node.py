@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from threading import Thread
 from time import monotonic
 
@@ -17,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from core import jobs, nodes
 from core import log as logging
+from core.children import Child
 from core.errors import DomainError, NotFound
 from core.models import Job
 from core.queue import CONTROL, node_queue
@@ -24,7 +26,6 @@ from core.services import Services
 from core.settings import Settings
 from core.states import HELD
 from workers import hardware, tidy
-from workers.children import Child
 from workers.orders import Orders, obey_signals
 
 log = structlog.get_logger(__name__)
@@ -71,7 +72,8 @@ class Node:
         log.info("node is up", node=self.name, device=self.hardware.device, slots=self.hardware.num_slots)
         while self.orders.wait(TEND_SECONDS) is None:
             for child in (self.worker, self.sampler):
-                child.tend()
+                if death := child.tend():
+                    log.warning("child died", **asdict(death))
             self.beat()
             self.end_frozen()
             self.tidy()

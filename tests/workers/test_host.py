@@ -18,9 +18,8 @@ from core.models import Job
 from core.services import Services
 from core.states import JobState
 from tests.workers.conftest import place_job
-from workers import children, tidy
+from workers import tidy
 from workers.app import CONFIG, app
-from workers.children import Child
 from workers.hardware import parse
 from workers.node import Node
 from workers.orders import Orders
@@ -52,53 +51,6 @@ def test_a_host_offers_the_gpus_that_it_may_use(visible: list[str] | None, slots
 @pytest.mark.parametrize(("listing", "visible"), [("", None), (SMI, []), ("\n", None)])
 def test_a_host_without_gpus_of_its_own_offers_none(listing: str, visible: list[str] | None) -> None:
     assert parse(listing, visible) is None
-
-
-def until_there(child: Child, path: Path) -> int:
-    """Tend the child until it wrote its pid."""
-    deadline, pause = monotonic() + DEADLINE_SECONDS, Event()
-    while not (path.exists() and path.read_text()):
-        child.tend()
-        assert monotonic() < deadline
-        pause.wait(0.02)
-    pid = int(path.read_text())
-    path.unlink()
-    return pid
-
-
-def test_a_child_that_dies_is_started_again_and_one_that_is_stopped_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(children, "FIRST_PAUSE", 0.05)
-    path = tmp_path / "pid"
-    says_its_pid = f"import os, time; open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    child = Child("sleeper", (sys.executable, "-c", says_its_pid))
-
-    first = until_there(child, path)
-    psutil.Process(first).kill()
-    second = until_there(child, path)
-    child.stop(DEADLINE_SECONDS)
-    child.tend()
-
-    assert second != first
-    assert not psutil.pid_exists(second)
-    assert not path.exists()
-
-
-def test_a_child_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path) -> None:
-    path = tmp_path / "pid"
-    script = (
-        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
-        f"open({str(path)!r}, 'w').write(str(child.pid)); time.sleep(600)"
-    )
-    child = Child("stubborn", (sys.executable, "-c", script))
-    grandchild = psutil.Process(until_there(child, path))
-
-    child.stop(0.2)
-
-    psutil.wait_procs([grandchild], timeout=DEADLINE_SECONDS)
-    assert not grandchild.is_running()
 
 
 def test_a_supervisor_that_stands_still_for_two_leases_is_killed_and_one_that_works_is_not(services: Services) -> None:
