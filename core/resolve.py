@@ -118,7 +118,9 @@ def resolve(
             training=_training(spec, base, lora, length, steps, global_batch, micro_batch, precision),
             parallel=parallel,
             recompute=recompute,
-            export=Export(dtype=spec.artifacts.dtype, merged=spec.artifacts.merged),
+            export=Export(
+                dtype=spec.artifacts.dtype, merged=spec.artifacts.merged, base_name=base.name if base else None
+            ),
             device=cluster.device,
             peak_flops_per_rank=cluster.slot_peak_flops if precision == "bf16" else None,
         )

@@ -278,6 +278,8 @@ class Export(Part):
     """keep: the base's dtype when fine-tuning, the training precision otherwise."""
     merged: bool = True
     """Under LoRA, also write the base with the adapter merged in."""
+    base_name: str | None = None
+    """What the adapter calls its base, for whoever puts it on one; None: its path in the run."""
 
 
 class RunConfig(Part):

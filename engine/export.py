@@ -74,7 +74,7 @@ def parts_of(
 
     def adapter(folder: Path) -> None:
         assert run.lora is not None
-        lora.save_adapter(decoder, run.lora, folder, base_name=str(run.base))
+        lora.save_adapter(decoder, run.lora, folder, base_name=run.export.base_name or str(run.base))
         if decoder.mesh.world_rank == 0:
             tokenizer.save(folder)
 

@@ -64,6 +64,7 @@ def test_the_shortest_finetune_is_a_whole_job() -> None:
     assert run.objective == "sft"
     assert run.lora is not None
     assert (run.lora.rank, run.lora.alpha, len(run.lora.targets)) == (16, 32.0, 7)
+    assert run.export.base_name == BASE.name
     assert run.data.train == (Path("data/train-0.jsonl"),)
     assert (run.data.format, run.data.seq_len, run.data.packing) == ("chat", 128, True)
     training = run.training

@@ -36,6 +36,7 @@ def adapted(base, tmp_path_factory):
         tokenizer={"type": "base"},
         lora={"rank": 4, "alpha": 8.0},
         training={"steps": 3, "lr": 0.02},
+        export={"base_name": "tiny"},
     )
     runs.events_of(folder, run)
     return folder
@@ -104,6 +105,11 @@ def test_the_manifest_names_every_file_with_its_sha256_and_what_the_model_was_ma
     assert manifest["run"]["lora"]["rank"] == 4
     assert manifest["torch"] == torch.__version__
     assert {path.split("/")[0] for path in there} == {"adapter", "model"}
+
+
+def test_an_adapter_names_its_base(adapted):
+    described = json.loads((adapted / "export" / "adapter" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == "tiny"
 
 
 def test_a_lora_checkpoint_holds_the_adapters_alone_and_knows_its_base(adapted, base):
