@@ -145,6 +145,8 @@ def _finding(error: Mapping[str, Any], body: object) -> dict[str, Any]:
         message = "unknown field; check its spelling, or leave it out"
     if kind == "missing":
         message = "this field is required"
+    if kind in {"tuple_type", "list_type"}:
+        message = "this must be a list, also of a single one"
     if kind in {"union_tag_not_found", "union_tag_invalid"}:
         # Said of the whole object, and meant is the one field that says which of its kinds it is.
         allowed = str(error.get("ctx", {}).get("expected_tags", ""))

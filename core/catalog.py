@@ -33,7 +33,10 @@ def get(session: Session, owner: Account, name: str, *, models: Path) -> Model:
     # A name that another project took is not free for a folder, or one would see that it is there.
     if _FOLDER.fullmatch(name) and _is_model(folder) and session.get(Model, name) is None:
         return _of_folder(name, folder)
-    raise NotFound(f"There is no model {name!r}; GET /v1/models lists what there is.", param="model")
+    raise NotFound(
+        f"There is no model {name!r}; GET /v1/models lists what there is. A folder in the models directory is a model.",
+        param="model",
+    )
 
 
 def list_(session: Session, owner: Account, *, models: Path) -> list[Model]:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
+from core.presets import PRESETS
 from engine import config
 
 _DURATION = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?")
@@ -26,6 +27,9 @@ Text = Annotated[str, Field(max_length=512, pattern=r"^[^\x00]*$")]
 """Short, and without the one character that PostgreSQL has no place for."""
 FileId = Annotated[str, Field(pattern=r"^file-[A-Za-z0-9]{1,58}$")]
 
+_FILE = "file-0123456789abcdef01234567"
+"""What an id looks like, in examples."""
+
 
 def _duration(value: object) -> object:
     """Seconds from `12h`, `1d6h`, `90m`; a number stays, and anything else has no meaning."""
@@ -42,33 +46,45 @@ def _duration(value: object) -> object:
 class Ask(BaseModel):
     """A piece of a request that refuses keys it does not know and never guesses a type."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ModelAsk(Ask):
     """Exactly one of a base, a preset, or a shape spelled out."""
 
     base: Text | None = Field(None, min_length=1, max_length=255)
-    """Name of a model to continue from."""
-    preset: Text | None = None
-    """Name of a shape, such as `llama-15m`."""
+    """Name of a model to continue from, as `GET /v1/models` lists it."""
+    preset: Text | None = Field(
+        None, description=f"Name of a shape: {', '.join(PRESETS)}. Sizes beside it replace its own."
+    )
     architecture: Literal["llama"] | None = None
+    """Spells a shape out, with the sizes beside it."""
     num_layers: Annotated[config.Layers, Strict()] | None = None
+    """Decoder layers."""
     hidden_size: Size | None = None
+    """Width of a token."""
     num_heads: Size | None = None
+    """Attention heads."""
     num_kv_heads: Size | None = None
     """Default: `num_heads`."""
     head_dim: Size | None = Field(None, ge=2)
     """Default: `hidden_size / num_heads`."""
     ffn_hidden_size: Size | None = None
+    """Width of the feed-forward part. Default: 8/3 of `hidden_size`, rounded up to 64."""
     max_seq_len: Size | None = None
+    """Longest sequence the model is meant for, in tokens. Default: `data.seq_len`, or 1024."""
     vocab_size: Size | None = Field(None, ge=2)
     """Default: the tokenizer's."""
     tie_embeddings: Flag | None = None
+    """Whether the output reuses the input's embeddings. Default: true."""
     norm_eps: Real | None = Field(None, gt=0, le=1)
+    """Default: 1e-5."""
     rope_theta: Real | None = Field(None, gt=1, le=1e12)
+    """Base of the rotary frequencies. Default: 10000."""
     rope_scaling: dict[Text, Text | Whole | Real | Flag | list[Real]] | None = Field(None, max_length=16)
+    """As in Hugging Face's `config.json`. Default: none."""
     init_std: Real | None = Field(None, gt=0, le=10)
+    """Standard deviation of the initial weights. Default: 0.02."""
 
     @model_validator(mode="after")
     def one_way_to_say_it(self) -> Self:
@@ -89,9 +105,13 @@ class TokenizerAsk(Ask):
     """Exactly one of `from`, `train`, `file` and `type`."""
 
     from_: Literal["base"] | None = Field(None, alias="from")
+    """The base's own."""
     train: TokenizerTraining | None = None
+    """A byte-level BPE, learned from the training files first."""
     file: FileId | None = None
+    """A `tokenizer.json`, uploaded with the purpose tokenizer."""
     type: Literal["bytes"] | None = None
+    """Bytes as they are: nothing to learn."""
 
     @model_validator(mode="after")
     def one_source(self) -> Self:
@@ -104,49 +124,72 @@ class DataAsk(Ask):
     train: tuple[FileId, ...] = Field(min_length=1, max_length=64)
     """Ids of uploaded files."""
     validation: FileId | Annotated[Real, Field(gt=0, lt=1)] | None = None
-    """A file, or the share of the training rows held out."""
+    """A file, or the share of the training rows held out. Default: none."""
     seq_len: Whole | None = Field(None, ge=2)
     """Tokens in a row. Default: the model's `max_seq_len`, at most 1024."""
     packing: Flag = True
+    """Fill rows with several examples, isolated from one another."""
     format: Literal["auto", "text", "chat", "completion"] = "auto"
+    """What a line means; anything but auto refuses files of another format."""
     overlong: Literal["error", "drop", "truncate"] = "error"
+    """What happens to an example longer than a row. Plain text is cut into rows and is never overlong."""
 
 
 class FullMethod(Ask):
+    """Train every weight."""
+
     type: Literal["full"] = "full"
 
 
 class LoraMethod(Ask):
+    """Train low-rank adapters beside frozen weights (Hu et al. 2021)."""
+
     type: Literal["lora"] = "lora"
     rank: Annotated[Whole, Field(ge=1, le=1024)] = 16
+    """Inner width of an adapter."""
     alpha: Real = Field(32.0, gt=0, le=1e6)
+    """Adapters are scaled by `alpha / rank`."""
     dropout: Real = Field(0.0, ge=0, lt=1)
+    """Share of the adapter's inputs dropped in training."""
     targets: Literal["all-linear"] | Annotated[tuple[Target, ...], Field(min_length=1)] = "all-linear"
+    """Which matrices are adapted."""
 
 
 class TrainingAsk(Ask):
     steps: Whole | None = Field(None, ge=1)
+    """Optimizer steps. At most one of steps, epochs and tokens is said; default: 3 epochs."""
     epochs: Real | None = Field(None, gt=0, le=1e6)
+    """Passes over the training rows."""
     tokens: Real | None = Field(None, ge=1, le=1e15)
-    """At most one of steps, epochs and tokens. Default: 3 epochs."""
+    """Tokens to train on, padding among them."""
     global_batch: Whole | None = Field(None, ge=1)
     """Rows per step. Default: 16, or what `parallel.data` needs."""
     micro_batch: Literal["auto"] | Annotated[Whole, Field(ge=1)] = "auto"
+    """Rows per forward pass on one rank; auto takes what fits the memory."""
     lr: Real | None = Field(None, gt=0, le=10)
     """Default: 3e-4 from scratch, 2e-4 for LoRA, 2e-5 for a full fine-tune."""
     min_lr_ratio: Real = Field(0.1, ge=0, le=1)
+    """The schedule ends at this share of `lr`."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the rate falls after the warmup."""
     warmup: Real = Field(0.05, ge=0, lt=1)
+    """Share of all steps over which the rate rises from zero."""
     weight_decay: Real = Field(0.1, ge=0, le=100)
+    """Decoupled; matrices only, never norms or biases."""
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Adam's."""
     clip: Real | None = Field(1.0, gt=0)
+    """Largest global gradient norm; null does not clip."""
     precision: Literal["bf16", "fp32"] | None = None
     """Default: bf16 on GPUs, fp32 on CPUs."""
     seed: Annotated[int, Strict()] = Field(1, ge=0, lt=2**63)
+    """Of the initial weights, and of the order of rows."""
     eval_every: Whole | None = Field(None, ge=1)
+    """Steps between validations. Default: at the end only."""
     checkpoint_every: Whole | None = Field(None, ge=1)
     """Default: a tenth of the run, at most 500 steps."""
     keep_checkpoints: Whole = Field(3, ge=1)
+    """Newest checkpoints kept."""
 
     @model_validator(mode="after")
     def one_length(self) -> Self:
@@ -157,17 +200,24 @@ class TrainingAsk(Ask):
 
 class ParallelAsk(Ask):
     tensor: Whole = Field(1, ge=1)
+    """Ranks that share each matrix; keep within one host."""
     sequence: Flag = False
+    """Shard norms and residuals along the sequence over the tensor axis (Korthikanti et al. 2022)."""
     pipeline: Whole = Field(1, ge=1)
+    """Stages. More than one is not available yet."""
     virtual: Whole = Field(1, ge=1)
+    """Model chunks per pipeline rank. More than one is not available yet."""
     context: Whole = Field(1, ge=1)
+    """Ranks that share one sequence in attention. More than one is not available yet."""
     data: Whole | None = Field(None, ge=1)
     """Default: `resources.gpus` divided by the other axes."""
     shard_optimizer: Flag = True
+    """Give each data rank its share of the optimizer state only (ZeRO-1)."""
 
 
 class RecomputeAsk(Ask):
     mode: Literal["none", "selective", "full"] = "selective"
+    """selective: the attention core alone (Korthikanti et al. 2022, section 5); full: each whole layer."""
 
 
 class ResourcesAsk(Ask):
@@ -181,23 +231,41 @@ class ArtifactsAsk(Ask):
     merged: Flag = True
     """Under LoRA, also make the base with the adapter merged in."""
     dtype: Literal["keep", "bf16", "fp32"] = "keep"
+    """Of the weights. keep: the base's when fine-tuning, the training precision otherwise."""
 
 
 class JobSpec(Ask):
     """A training job. `{"kind": "finetune", "model": {"base": …}, "data": {"train": […]}}` is a whole one."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"kind": "finetune", "model": {"base": "smollm2-135m"}, "data": {"train": [_FILE]}},
+                {
+                    "kind": "pretrain",
+                    "model": {"preset": "llama-15m"},
+                    "tokenizer": {"train": {"vocab_size": 4096}},
+                    "data": {"train": [_FILE], "validation": 0.02},
+                    "training": {"steps": 1000, "lr": 1e-3},
+                },
+            ]
+        }
+    )
+
     kind: Literal["pretrain", "finetune"]
+    """pretrain reads text, from random weights or a base; finetune reads any format, from a base."""
     name: str | None = Field(None, min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Becomes part of the resulting model's name."""
     labels: dict[
         Annotated[Text, Field(min_length=1, max_length=64)], Text
     ] = Field(default_factory=dict, max_length=16)  # fmt: skip
+    """Of your own, to find jobs by."""
     priority: Annotated[Whole, Field(ge=-100, le=100)] = 0
     """Higher goes first."""
     max_runtime: (
         Annotated[timedelta, BeforeValidator(_duration), Field(gt=timedelta(0), le=timedelta(days=3650))] | None
     ) = None
-    """Such as `12h`, `1d6h`, `90m`, or seconds as a number."""
+    """How long it may run, such as `12h`, `1d6h`, `90m`, or seconds as a number. Default: as long as it takes."""
     model: ModelAsk
     tokenizer: TokenizerAsk | None = None
     """Default: the base's, or bytes where there is no base."""
@@ -206,7 +274,9 @@ class JobSpec(Ask):
     """Default: LoRA for a fine-tune, full for a pretrain."""
     training: TrainingAsk = TrainingAsk()
     parallel: Literal["auto"] | ParallelAsk = "auto"
+    """Ranks of each axis. auto: as little tensor parallelism as memory allows, the rest as replicas."""
     recompute: Literal["auto"] | RecomputeAsk = "auto"
+    """Activations that are dropped after the forward pass and computed again for the backward pass. auto: selective."""
     resources: ResourcesAsk = ResourcesAsk()
     artifacts: ArtifactsAsk = ArtifactsAsk()
 

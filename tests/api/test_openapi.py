@@ -8,6 +8,7 @@ import pytest
 from api.app import create_app
 from core.services import Services
 from core.settings import Settings
+from core.spec import JobSpec
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "openapi.json"
 
@@ -64,6 +65,19 @@ def test_every_route_under_v1_documents_its_errors_in_the_envelope_and_needs_a_k
                 assert answer["description"], name
         if "{" in name:
             assert "404" in operation["responses"], name
+
+
+def test_every_field_of_a_job_says_what_it_means(page):
+    schemas = page["components"]["schemas"]
+    for name in [name for name in schemas if name.endswith(("Ask", "Method"))] + ["JobSpec", "TokenizerTraining"]:
+        for field, schema in schemas[name]["properties"].items():
+            spoken_for = "description" in schema or "$ref" in schema or "const" in schema
+            assert spoken_for or name in {"CompletionAsk", "ChatAsk"}, f"{name}.{field}"
+
+
+def test_the_examples_of_a_job_are_jobs(page):
+    for example in page["components"]["schemas"]["JobSpec"]["examples"]:
+        assert JobSpec.model_validate(example)
 
 
 def test_the_page_never_speaks_of_what_we_do_not_answer(page):

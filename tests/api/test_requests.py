@@ -93,6 +93,11 @@ def test_a_body_that_is_no_json_object_is_a_bad_request_that_says_so(http, body,
     assert "JSON" in error["message"]
 
 
+def test_one_file_where_a_list_belongs_is_told_so(http):
+    error = envelope(http.post("/v1/jobs", json=driving.spec("file-1") | {"data": {"train": "file-1"}}), 400)
+    assert (error["param"], error["message"]) == ("data.train", "data.train: this must be a list, also of a single one")
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
 def test_what_is_not_a_finite_number_is_refused(http, number):
     spec = json.dumps(driving.spec("file-1", training={"lr": "?"}))
