@@ -10,10 +10,12 @@ from pathlib import Path
 from unittest.mock import create_autospec, patch
 
 import pytest
+import yaml
 from pydantic import AliasChoices
 from pydantic_core import PydanticUndefined
 
 import api.client
+from api.cli import SpecLoader
 from core import settings as settings_module
 from core.failures import HINTS
 from core.settings import Settings
@@ -55,6 +57,14 @@ def test_every_body_in_the_examples_is_a_valid_job():
         JobSpec.model_validate(job)
 
 
+def test_every_spec_in_yaml_is_a_valid_job_and_what_it_names_of_ours_is_there():
+    specs = [yaml.load(block, SpecLoader) for block in blocks(README, "yaml")]
+    assert {spec["kind"] for spec in specs} == {"finetune", "pretrain"}
+    for spec in specs:
+        assert all((ROOT / name).is_file() for name in spec["data"]["train"] if "/" in name)
+        JobSpec.model_validate(spec | {"data": spec["data"] | {"train": ["file-0"]}})
+
+
 def test_the_python_example_uses_the_client_as_it_is(monkeypatch: pytest.MonkeyPatch):
     client = create_autospec(api.client.Client, instance=True)
     client.__enter__.return_value = client
@@ -63,7 +73,7 @@ def test_the_python_example_uses_the_client_as_it_is(monkeypatch: pytest.MonkeyP
     client.follow.return_value = [api.client.Event("done", "1", {})]
     client.chat.return_value = {"choices": [{"message": {"content": "An immutable sequence."}}]}
     monkeypatch.chdir(ROOT)
-    [example] = blocks(README, "python")
+    example = blocks(README, "python")[0]
     with patch.object(api.client, "Client", return_value=client):
         exec(compile(example, "README.md", "exec"), {})
     JobSpec.model_validate(client.submit.call_args.args[0])
