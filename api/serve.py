@@ -126,7 +126,8 @@ def prepare(settings: Settings) -> str | None:
 
 
 def _announce(url: str, settings: Settings, secret: str | None, say: Say) -> None:
-    say(f"Trainshed is at {url} and documents itself at {url}/docs. Data and logs: {settings.data_dir.absolute()}")
+    say(f"Trainshed is at {url} and documents itself at {url}/docs.")
+    say(f"Data and logs are in {settings.data_dir.absolute()}, base models in {settings.models}.")
     if secret:
         say(f"The first admin key, shown this once and kept nowhere:\n\n    {secret}\n")
         say(f"    export TRAINSHED_URL={url} TRAINSHED_API_KEY={secret}\n")
