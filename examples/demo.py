@@ -102,6 +102,7 @@ def main() -> None:
         weights = reload(DEMO / "python-answers" / "model")
         speak(client, pretrained, tuned)
     took = time.monotonic() - began
+    console.print(f"\nBoth models lie in {DEMO.relative_to(ROOT)}/. `make serve` starts the service for your own.\n")
     console.print(
         f"[bold green]ok[/] pretrain {pretrained['progress']['step']} steps on {pretrained['slots']} ranks in "
         f"{seconds(pretrained):.0f} s, loss {loss:.2f} against {entropy:.2f} by token frequency alone (nats a token); "
@@ -164,7 +165,7 @@ def wait_until_ready(client: Client, process: subprocess.Popen[bytes]) -> None:
 def run(client: Client, spec: dict[str, Any]) -> dict[str, Any]:
     """Submit a job, show it live, and return it once it succeeded."""
     job = client.submit(spec)
-    console.print(f"\n[bold]{job['kind']}[/] {job['id']}: {ranks(job)}")
+    console.print(f"\n[bold]{job['kind']}[/] {job['id']}: {ranks(job)}", soft_wrap=True)
     columns = (
         TextColumn("{task.description:>10}"),
         BarColumn(bar_width=30),
@@ -204,8 +205,9 @@ def final_loss(client: Client, job: dict[str, Any]) -> float:
 
 def ranks(job: dict[str, Any]) -> str:
     run_config = job["run_config"]
-    layout = ", ".join(f"{axis} {run_config['parallel'][axis]}" for axis in ("tensor", "sequence", "data"))
-    return f"{job['slots']} ranks ({layout}), recompute {run_config['recompute']['mode']}"
+    parallel, count = run_config["parallel"], job["slots"]
+    layout = f"tensor {parallel['tensor']}, data {parallel['data']}{', sequence' if parallel['sequence'] else ''}"
+    return f"{count} {'rank' if count == 1 else 'ranks'} ({layout}), recompute {run_config['recompute']['mode']}"
 
 
 def fetch(client: Client, job: dict[str, Any], into: Path) -> int:
