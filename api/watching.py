@@ -108,7 +108,7 @@ def _live(picture: Picture, events: Iterable[Event], console: Console) -> Json:
             picture.take(event)
             bar.update(task, completed=picture.step, total=picture.total, line=picture.line)
             curve_.plain = f"loss {picture.curve}" if picture.losses else ""
-            note.plain = f"{picture.state}  {picture.note}"
+            note.plain = picture.state if picture.note == picture.state else f"{picture.state}  {picture.note}"
     raise AssertionError("a stream ends with `done`")
 
 
