@@ -44,8 +44,8 @@ SCALINGS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     ),
 }
 """Keys that each kind of `rope_scaling` needs, and those it may have."""
-LARGEST_SCALE = 2**24
-"""Of any number in `rope_scaling`; more than that drowns in fp32."""
+SMALLEST_SCALE, LARGEST_SCALE = 2**-24, 2**24
+"""Of any number in `rope_scaling`; what is beyond drowns in fp32."""
 
 
 def kind_of_scaling(scaling: Mapping[str, Any]) -> str:
@@ -111,7 +111,7 @@ def _check_scaling(scaling: Mapping[str, Any]) -> None:
     for key in sorted(keys - {"truncate"}):
         # YaRN's numbers may be null: each then has a value of its own.
         if not (_is_scale(scaling[key]) or (kind == "yarn" and scaling[key] is None)):
-            raise ValueError(f"rope_scaling.{key} must be a number above 0, at most {LARGEST_SCALE}")
+            raise ValueError(f"rope_scaling.{key} must be a number from 2^-24 to 2^24, such as 2.0")
     if not isinstance(scaling.get("truncate", True), bool):
         raise ValueError("rope_scaling.truncate must be true or false")
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
@@ -121,7 +121,7 @@ def _check_scaling(scaling: Mapping[str, Any]) -> None:
 def _is_scale(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return isfinite(value) and 0 < value <= LARGEST_SCALE
+    return isfinite(value) and SMALLEST_SCALE <= value <= LARGEST_SCALE
 
 
 class Parallel(Part):

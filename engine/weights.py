@@ -35,15 +35,20 @@ class InvalidWeights(ValueError):
     """The folder's tensors are not those of the model; the message names the file or tensor."""
 
 
+def shown(path: Path) -> str:
+    """A file of a model's folder, for people: where the folder lies on this host is nothing to them."""
+    return f"{path.parent.name}/{path.name}"
+
+
 def read_shape(directory: Path) -> ModelShape:
     """The shape that `directory/config.json` describes. Raises ValueError naming what is missing or not supported."""
     path = directory / "config.json"
     if not path.is_file():
-        raise ValueError(f"{path} is not there; a model folder needs a config.json")
+        raise ValueError(f"{shown(path)} is not there; a model folder needs a config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
+        raise ValueError(f"{shown(path)}: not JSON: {error}") from error
     return shape_of_config(config)
 
 
@@ -71,13 +76,13 @@ def load(decoder: Decoder, directory: Path) -> None:
                 )
         if unknown:
             raise InvalidWeights(
-                f"{directory}: tensor {min(unknown)} is not part of the model; is config.json its own?"
+                f"{directory.name}: tensor {min(unknown)} is not part of the model; is config.json its own?"
             )
         for name, parameter in parameters.items():
             placement = placement_of(parameter)
             if folder.shape(name) != placement.shape:
                 raise InvalidWeights(
-                    f"{directory}: {name} has shape {list(folder.shape(name))}; "
+                    f"{directory.name}: {name} has shape {list(folder.shape(name))}; "
                     f"config.json says {list(placement.shape)}"
                 )
             piece = folder.piece(name, placement.dim, placement.start, placement.length)
@@ -212,7 +217,7 @@ class Folder:
     def _slice(self, name: str) -> Any:
         if name not in self._where:
             hint = " (or set tie_word_embeddings to true)" if name == "lm_head.weight" else ""
-            raise InvalidWeights(f"{self.directory}: tensor {name} is missing{hint}")
+            raise InvalidWeights(f"{self.directory.name}: tensor {name} is missing{hint}")
         return self._file(self._where[name]).get_slice(name)
 
     def _located(self) -> Mapping[str, str]:
@@ -221,9 +226,9 @@ class Folder:
             try:
                 where: Mapping[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
-                raise InvalidWeights(f"{index} is damaged: it has no weight_map that can be read") from error
+                raise InvalidWeights(f"{shown(index)} is damaged: it has no weight_map that can be read") from error
             if strange := [file for file in where.values() if Path(file).name != file]:
-                raise InvalidWeights(f"{index}: {strange[0]!r} is not a file of the folder")
+                raise InvalidWeights(f"{shown(index)}: {strange[0]!r} is not a file of the folder")
             return where
         return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
 
@@ -231,9 +236,11 @@ class Folder:
         if file not in self._files:
             path = self.directory / file
             if not path.is_file():
-                raise InvalidWeights(f"{path} is not there; a model folder needs {SINGLE}, or {INDEX} and its pieces")
+                raise InvalidWeights(
+                    f"{shown(path)} is not there; a model folder needs {SINGLE}, or {INDEX} and its pieces"
+                )
             try:
                 self._files[file] = self._open.enter_context(safe_open(path, framework="pt"))
             except SafetensorError as error:
-                raise InvalidWeights(f"{path} is damaged or cut short: {error}; fetch it again") from error
+                raise InvalidWeights(f"{shown(path)} is damaged or cut short: {error}; fetch it again") from error
         return self._files[file]

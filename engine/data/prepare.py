@@ -309,7 +309,8 @@ class _Work:
         if overlong.count and self.data.overlong == "error":
             problem_text = (
                 f"{overlong.count} of {read} {name} examples are longer than data.seq_len={self.data.seq_len}: "
-                f'{overlong}; set data.seq_len to {longest - 1}, or data.overlong to "drop" or "truncate"'
+                f'{overlong}; set data.overlong to "drop" or "truncate", or data.seq_len to {longest - 1} if the model '
+                "takes as many"
             )
             raise InvalidData([Finding(0, problem_text)])
         dropped = overlong.count if self.data.overlong == "drop" else 0

@@ -266,7 +266,7 @@ REFUSALS: list[Any] = [
         for scaling, param, says in [
             ({"rope_type": "longrope"}, "model.rope_scaling", "supported: default, linear"),
             ({"rope_type": "linear"}, "model.rope_scaling", "needs factor"),
-            ({"rope_type": "linear", "factor": 0}, "model.rope_scaling.factor", "above 0"),
+            ({"rope_type": "linear", "factor": 0}, "model.rope_scaling.factor", "such as 2.0"),
             ({"rope_type": "linear", "factor": 2, "beta": 1}, "model.rope_scaling.beta", "not supported"),
         ]
     ),

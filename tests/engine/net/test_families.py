@@ -78,7 +78,8 @@ def test_a_shape_survives_its_config(scaling: dict[str, Any] | None) -> None:
         pytest.param(
             {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a number", id="rope in words"
         ),
-        pytest.param({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a number above 0", id="rope 0"),
+        pytest.param({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a number from", id="rope 0"),
+        pytest.param({"rope_scaling": {"type": "linear", "factor": 1e-300}}, "factor must be", id="rope near 0"),
         pytest.param({"rope_scaling": {"type": "dynamic", "factor": [2.0]}}, "factor must be", id="rope in a list"),
         pytest.param({"rope_scaling": {**LLAMA3, "factor": float("inf")}}, "factor must be", id="rope without end"),
         pytest.param(
