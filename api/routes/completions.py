@@ -39,10 +39,22 @@ NotYet = Annotated[Any, AfterValidator(_left_out)]
 """An option of OpenAI's that would change the answer, so that it is refused rather than ignored."""
 
 
+def _whole(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("this text has half of a surrogate pair; write the whole character") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
+"""A text that a tokenizer takes; JSON can spell others."""
+
+
 class Ask(BaseModel):
     """What both kinds share. Options that do not change the answer, such as `user`, are ignored, as OpenAI's are."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
     model: str = Field(min_length=1, max_length=255)
     """Name of a model."""
@@ -52,7 +64,7 @@ class Ask(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = Field(None, ge=0, lt=2**63)
     """The same seed gives the same answer."""
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=4)] | None = None
     n: int = Field(1, ge=1, le=8)
     """Answers wanted."""
 
@@ -82,12 +94,12 @@ class Ask(BaseModel):
 
 
 class CompletionAsk(Ask):
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=16)]
+    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=16)]
 
 
 class Message(BaseModel):
     role: str = Field(min_length=1, max_length=32)
-    content: str
+    content: Text
 
 
 class ChatAsk(Ask):

@@ -91,6 +91,16 @@ def test_a_conversation_is_answered(http, base, asked):
         pytest.param("completions", {"temperature": 9}, "temperature", id="too hot"),
         pytest.param("completions", {"prompt": [1, 2]}, "prompt", id="token ids"),
         pytest.param("completions", {"max_tokens": 10**9}, "max_tokens", id="too long"),
+        pytest.param("completions", {"temperature": "1"}, "temperature", id="a number in words"),
+        pytest.param("completions", {"n": True}, "n: ", id="a truth value for a number"),
+        pytest.param("completions", {"prompt": "\ud83d"}, "prompt: this text has half", id="half a character"),
+        pytest.param("completions", {"stop": ["\ud83d"]}, "stop", id="half a character to stop at"),
+        pytest.param(
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "\ud83d"}]},
+            "messages.0.content: this text has half",
+            id="half a character said",
+        ),
         pytest.param("completions", {"prompt": "broken"}, "no chat template", id="what the sampler refuses"),
         pytest.param("chat/completions", {"messages": []}, "messages", id="nothing said"),
         pytest.param("chat/completions", {"tools": [{"type": "function"}]}, "tools", id="tools"),
@@ -98,7 +108,9 @@ def test_a_conversation_is_answered(http, base, asked):
 )
 def test_what_is_not_done_here_is_refused_in_words(http, base, path, change, said):
     whole = {"completions": {"prompt": "a"}, "chat/completions": {"messages": [{"role": "user", "content": "a"}]}}
-    answer = http.post(f"/v1/{path}", json={"model": base, **whole[path], **change})
+    # Spelled in ASCII, as JSON can what no UTF-8 has.
+    body = json.dumps({"model": base, **whole[path], **change}).encode()
+    answer = http.post(f"/v1/{path}", content=body, headers={"content-type": "application/json"})
     assert said in envelope(answer, 400)["message"]
 
 
