@@ -163,12 +163,12 @@ def starting() -> Iterator[None]:
 
     from api.serve import Refused
     from core.errors import Unavailable
+    from core.settings import complaints
 
     try:
         yield
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        fail(f"A setting can't be used: {wrong}", Exit.USAGE)
+        fail(f"A setting can't be used: {complaints(error)}", Exit.USAGE)
     except (Refused, Unavailable) as error:
         fail(str(error), Exit.USAGE)
 
@@ -176,13 +176,22 @@ def starting() -> Iterator[None]:
 @app.command()
 def worker() -> None:
     """Offer this machine's slots to a service elsewhere; DATABASE_URL, REDIS_URL and STORAGE_URL say where."""
-    os.execv(sys.executable, [sys.executable, "-m", "workers.node"])
+    become("workers.node")
 
 
 @app.command()
 def api() -> None:
     """Run the API alone, where the parts around it are run by something else."""
-    os.execv(sys.executable, [sys.executable, "-m", "api.server"])
+    become("api.server")
+
+
+def become(module: str) -> None:
+    """Run a part of the service as this process, if its settings can be used."""
+    with starting():
+        from core.settings import Settings
+
+        Settings()
+    os.execv(sys.executable, [sys.executable, "-m", module])
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import socket
@@ -11,11 +12,18 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 _LONGEST_SOCKET_PATH = 100
 """The kernel takes 107 bytes on Linux and 103 on macOS."""
+
+_SCHEMES = {
+    "database_url": ("postgresql://", "postgres://", "postgresql+psycopg://", "sqlite:///"),
+    "redis_url": ("redis://", "rediss://", "unix://"),
+    "storage_url": ("s3://", "file:///"),
+}
+"""How the URLs begin that the service can use."""
 
 
 def _either(name: str) -> AliasChoices:
@@ -26,7 +34,10 @@ def _either(name: str) -> AliasChoices:
 class Settings(BaseSettings):
     """Embedded by default: SQLite, a bundled Valkey, local files beneath `data_dir`. Other URLs make it a cluster."""
 
-    model_config = SettingsConfigDict(env_prefix="TRAINSHED_", frozen=True, extra="ignore", populate_by_name=True)
+    # An empty variable is how files of variables leave one out.
+    model_config = SettingsConfigDict(
+        env_prefix="TRAINSHED_", env_ignore_empty=True, frozen=True, extra="ignore", populate_by_name=True
+    )
 
     data_dir: Path = Path("trainshed-data")
     """Where the embedded parts keep everything, and where runs work."""
@@ -40,7 +51,7 @@ class Settings(BaseSettings):
     """Redis or Valkey. Default: the bundled server on a unix socket beneath `data_dir`."""
     storage_url: str | None = Field(None, validation_alias=_either("STORAGE_URL"))
     """`file:///folder` or `s3://bucket/prefix`. Default: a folder beneath `data_dir`."""
-    admin_key: str | None = Field(None, pattern=r"^\S{16,}$")
+    admin_key: str | None = None
     """First admin key, at least 16 characters. Default: generated and shown once."""
     models_dir: Path | None = None
     """Folder whose subfolders are base models in Hugging Face layout. Default: `data_dir/models`."""
@@ -60,6 +71,28 @@ class Settings(BaseSettings):
     """Attempts lost in a row, without a new checkpoint between, before a job fails."""
     log_level: str = "INFO"
     """Least severe log line that is written."""
+
+    @field_validator(*_SCHEMES)
+    @classmethod
+    def begins_as_it_can(cls, url: str | None, field: ValidationInfo) -> str | None:
+        schemes = _SCHEMES[str(field.field_name)]
+        if url is not None and not url.startswith(schemes):
+            raise ValueError(f"a URL that begins with {', '.join(schemes[:-1])} or {schemes[-1]} is needed")
+        return url
+
+    @field_validator("admin_key")
+    @classmethod
+    def is_hard_to_guess(cls, key: str | None) -> str | None:
+        if key is not None and not re.fullmatch(r"\S{16,}", key):
+            raise ValueError("at least 16 characters are needed, none of them white space")
+        return key
+
+    @field_validator("log_level")
+    @classmethod
+    def is_a_level(cls, level: str) -> str:
+        if level.upper() not in logging.getLevelNamesMapping():
+            raise ValueError(f"there is no level {level!r}; take DEBUG, INFO, WARNING or ERROR")
+        return level.upper()
 
     @property
     def database(self) -> str:
@@ -107,6 +140,16 @@ class Settings(BaseSettings):
         values = self.model_dump(exclude_none=True)
         return {f"TRAINSHED_{name.upper()}": os.fspath(value) if isinstance(value, Path) else str(value)
                 for name, value in values.items()}  # fmt: skip
+
+
+def complaints(error: ValidationError) -> str:
+    """What is wrong with the settings, by the variables that set them. Values stay out: some are secret."""
+    found = []
+    for one in error.errors(include_input=False):
+        name = str(one["loc"][0]).upper().removeprefix("TRAINSHED_")
+        variable = name if name.lower() in _SCHEMES else f"TRAINSHED_{name}"
+        found.append(f"{variable}: {one['msg'].removeprefix('Value error, ')}")
+    return "; ".join(found)
 
 
 _TRAINER_MAY_SEE = re.compile(

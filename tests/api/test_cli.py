@@ -155,7 +155,7 @@ def test_logs_are_printed_as_they_are(live, trainshed, spec):
         pytest.param(["models", "register", "x", "nothing"], Exit.REFUSED, "no folder", id="a folder by its bare name"),
         pytest.param(["submit", "nothing.json"], Exit.USAGE, "does not exist", id="a spec that is not there"),
         pytest.param(["chat", "nothing", "-m", "hi"], Exit.REFUSED, "no model", id="a model that is not there"),
-        pytest.param(["serve", "--port", "99999"], Exit.USAGE, "port", id="a port that is none"),
+        pytest.param(["serve", "--port", "99999"], Exit.USAGE, "TRAINSHED_PORT", id="a port that is none"),
     ],
 )
 def test_what_goes_wrong_is_said_in_words_with_a_code_for_scripts(trainshed, monkeypatch, arguments, code, said):
@@ -163,6 +163,14 @@ def test_what_goes_wrong_is_said_in_words_with_a_code_for_scripts(trainshed, mon
     output = trainshed(*arguments, code=code)
     assert said in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("command", ["serve", "worker", "api", "migrate"])
+def test_no_part_of_the_service_starts_with_a_setting_that_cannot_be_used(trainshed, monkeypatch, command):
+    monkeypatch.setenv("DATABASE_URL", "mysql://a:secret@b/c")
+    output = trainshed(command, code=Exit.USAGE)
+    assert "DATABASE_URL: a URL that begins with postgresql://" in output
+    assert "secret" not in output
 
 
 def test_without_a_key_one_is_told_where_to_get_it(trainshed, monkeypatch):

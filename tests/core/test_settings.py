@@ -1,0 +1,43 @@
+"""Settings from the environment: what can't be used is refused by the name of its variable, before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from core.settings import Settings, complaints
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        pytest.param("DATABASE_URL", "mysql://host/database", id="a database that is not supported"),
+        pytest.param("REDIS_URL", "host:6379", id="a broker without its scheme"),
+        pytest.param("STORAGE_URL", "/folder", id="a path where a URL belongs"),
+        pytest.param("TRAINSHED_ADMIN_KEY", "short", id="a key that can be guessed"),
+        pytest.param("TRAINSHED_ADMIN_KEY", "sixteen and white", id="a key that no header can carry"),
+        pytest.param("TRAINSHED_LOG_LEVEL", "loud", id="a level that is none"),
+        pytest.param("TRAINSHED_SLOTS", "0", id="no slot"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named_without_its_value(monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValidationError) as refused:
+        Settings()
+    said = complaints(refused.value)
+    assert said.startswith(f"{variable}: ")
+    assert value not in said or variable in {"TRAINSHED_LOG_LEVEL", "TRAINSHED_SLOTS"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "field"),
+    [("DATABASE_URL", "database_url"), ("TRAINSHED_SLOTS", "slots"), ("TRAINSHED_ADMIN_KEY", "admin_key")],
+)
+def test_an_empty_variable_is_one_that_is_not_set(monkeypatch, variable, field):
+    monkeypatch.setenv(variable, "")
+    assert getattr(Settings(), field) is None
+
+
+def test_a_log_level_may_be_written_small(monkeypatch):
+    monkeypatch.setenv("TRAINSHED_LOG_LEVEL", "debug")
+    assert Settings().log_level == "DEBUG"
