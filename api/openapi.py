@@ -9,6 +9,8 @@ import json
 import re
 import sys
 from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from fastapi import FastAPI
@@ -76,7 +78,9 @@ def main() -> None:
     from core.services import Services
     from core.settings import Settings
 
-    page = create_app(Services(Settings())).openapi()
+    # The page is the same whatever the settings, and must leave nothing behind.
+    with TemporaryDirectory() as folder, Services(Settings(data_dir=Path(folder))) as services:
+        page = create_app(services).openapi()
     sys.stdout.write(json.dumps(page, indent=2, ensure_ascii=False) + "\n")
 
 

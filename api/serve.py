@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import IO
 
 import httpx
@@ -26,6 +28,8 @@ from core.settings import Settings
 Say = Callable[[str], None]
 
 POLL_SECONDS = 0.2
+SLOW_START_SECONDS = 10.0
+"""A start that takes longer than this says what it waits for."""
 API_SECONDS = 5.0
 """How long the API and upkeep may take to end."""
 HURRY_SECONDS = 15.0
@@ -55,12 +59,17 @@ def serve(settings: Settings, say: Say) -> None:
         stack.callback(_end, parts, hurry, say)
         _tend(parts, say)
         _announce(url, settings, secret, say)
-        ready = False
+        ready, tell_at = False, monotonic() + SLOW_START_SECONDS
         while not stop.wait(POLL_SECONDS):
             _tend(parts, say)
-            if not ready and _is_ready(url):
+            if ready:
+                continue
+            if (missing := _missing(url)) is None:
                 ready = True
                 say("Ready. Ctrl-C stops it; running jobs are saved and go on at the next start.")
+            elif monotonic() > tell_at:
+                tell_at = inf
+                say(f"Not ready yet, and still trying: {missing}. The logs are in {logs}")
 
 
 @dataclass(frozen=True)
@@ -139,11 +148,13 @@ def _url(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
-def _is_ready(url: str) -> bool:
+def _missing(url: str) -> str | None:
+    """What keeps jobs from being taken and run, in words; None when all is there."""
     try:
-        return httpx.get(f"{url}/readyz", timeout=2.0).status_code == 200
+        checks = httpx.get(f"{url}/readyz", timeout=2.0).json()["checks"]
     except httpx.TransportError:
-        return False
+        return "the API does not answer"
+    return "; ".join(f"{part}: {says}" for part, says in checks.items() if says != "ok") or None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from queue import Queue
 
@@ -19,6 +21,7 @@ import psutil
 import pytest
 
 from api.client import Client
+from api.serve import _missing
 from tests.api import driving
 from tests.api.conftest import wait_for
 
@@ -207,3 +210,35 @@ def test_a_database_that_is_not_there_is_said_in_words(tmp_path, command):
     assert "is DATABASE_URL right" in answer.stderr
     assert "hush" not in answer.stdout + answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("checks", "missing"),
+    [
+        ({"database": "ok", "broker": "ok", "worker": "ok"}, None),
+        (
+            {"database": "ok", "broker": "can't be reached: ConnectionError", "worker": "no worker is online"},
+            "broker: can't be reached: ConnectionError; worker: no worker is online",
+        ),
+    ],
+    ids=["nothing", "two-parts"],
+)
+def test_a_service_that_is_not_ready_says_what_is_missing(checks, missing):
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(503)
+            self.end_headers()
+            self.wfile.write(json.dumps({"status": "not ready", "checks": checks}).encode())
+
+        def log_message(self, *_):
+            """Quietly."""
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert _missing(f"http://127.0.0.1:{server.server_port}") == missing
+        thread.join()
+
+
+def test_a_service_without_an_api_says_so():
+    assert _missing("http://127.0.0.1:1") == "the API does not answer"
