@@ -1,4 +1,4 @@
-"""Grouped-query attention over packed documents; heads are shared over the tensor axis.
+"""Grouped-query attention over packed documents, within a window or without; heads are shared over the tensor axis.
 
 B rows, T tokens, S tokens of this rank, K keys in sight, D features, H heads and G key-value heads of this rank,
 R width of a head, E outputs of this rank.
@@ -7,6 +7,7 @@ R width of a head, E outputs of this rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from engine.comm import TensorAxis
 from engine.config import ModelShape
 from engine.dropout import Draw
 from engine.linear import ColumnLinear, RowLinear, columns
+from engine.norm import RMSNorm
 from engine.recompute import recomputed
 from engine.rope import rotate
 
@@ -58,15 +60,28 @@ class Frame:
     """Earlier tokens, when generating."""
 
 
-def sight(documents_BT: Tensor) -> Tensor:
-    """bool B 1 T T: a token sees itself and what is before it in its own document."""
-    tokens = documents_BT.shape[1]
-    causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=documents_BT.device).tril()
-    return (documents_BT[:, :, None] == documents_BT[:, None, :]).logical_and_(causal_TT).unsqueeze(1)
+def sight(
+    tokens: int, device: torch.device, *, past: int = 0, window: int | None = None, documents_BT: Tensor | None = None
+) -> Tensor | None:
+    """bool B or 1, 1 T K: what `tokens` after `past` others see; None where that is themselves and all before them.
+
+    With a `window` those are its last tokens, the token itself among them; with `documents_BT`, its own document's.
+    """
+    if not past and documents_BT is None and (window is None or window >= tokens):
+        return None
+    sees_TK = torch.ones(tokens, past + tokens, dtype=torch.bool, device=device).tril(past)
+    if window is not None:
+        sees_TK = sees_TK.triu(past - window + 1)
+    if documents_BT is None:
+        return sees_TK[None, None]
+    return (documents_BT[:, :, None] == documents_BT[:, None, :]).logical_and_(sees_TK).unsqueeze(1)
 
 
 class Attention(nn.Module):
-    """Projections, rotary positions, core. `recompute` replays the core alone (Korthikanti et al. 2022, section 5)."""
+    """Projections, norms of heads where the family has them, rotary positions, core.
+
+    `recompute` replays the core alone (Korthikanti et al. 2022, section 5).
+    """
 
     def __init__(
         self,
@@ -81,10 +96,17 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim, self.recompute = layer, shape.head_dim, recompute
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = ColumnLinear(shape.hidden_size, heads, axis, dtype=dtype, device=device)
-        self.k_proj = ColumnLinear(shape.hidden_size, kv_heads, axis, dtype=dtype, device=device)
-        self.v_proj = ColumnLinear(shape.hidden_size, kv_heads, axis, dtype=dtype, device=device)
-        self.o_proj = RowLinear(heads, shape.hidden_size, axis, dtype=dtype, device=device)
+        bias = shape.attention_bias != "none"
+        self.q_proj = ColumnLinear(shape.hidden_size, heads, axis, bias=bias, dtype=dtype, device=device)
+        self.k_proj = ColumnLinear(shape.hidden_size, kv_heads, axis, bias=bias, dtype=dtype, device=device)
+        self.v_proj = ColumnLinear(shape.hidden_size, kv_heads, axis, bias=bias, dtype=dtype, device=device)
+        bias = shape.attention_bias == "all"
+        self.o_proj = RowLinear(heads, shape.hidden_size, axis, bias=bias, dtype=dtype, device=device)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if shape.qk_norm:
+            norm = partial(RMSNorm, shape.head_dim, shape.norm_eps, axis, of_heads=True, dtype=dtype, device=device)
+            self.q_norm, self.k_norm = norm(), norm()
 
     def forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
         """B S D to B S D."""
@@ -92,6 +114,8 @@ class Attention(nn.Module):
             y_BTE.view(*y_BTE.shape[:2], -1, self.head_dim)
             for y_BTE in columns(x_BSD, (self.q_proj, self.k_proj, self.v_proj), frame.draw)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, frame.angles), rotate(k, frame.angles)
         if frame.cache is not None:
             k, v = frame.cache.extend(self.layer, k, v)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import gcd, isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -19,6 +20,32 @@ class Part(BaseModel):
 Size = Annotated[int, Field(ge=1, le=2**20)]
 """One dimension of a model. Far beyond any that there is, and small enough to try each divisor of it in a moment."""
 Layers = Annotated[int, Field(ge=1, le=10_000)]
+
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+AttentionBias = Literal["none", "qkv", "all"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What sets one family apart from another: the values that a field of its shape may have, the usual one first."""
+
+    attention_bias: tuple[AttentionBias, ...] = ("none",)
+    mlp_bias: tuple[bool, ...] = (False,)
+    qk_norm: tuple[bool, ...] = (False,)
+    windowed: bool = True
+    """Attention may be limited to a sliding window."""
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """Field of a shape to the values it may have."""
+        return {"attention_bias": self.attention_bias, "mlp_bias": self.mlp_bias, "qk_norm": self.qk_norm}
+
+
+FAMILIES: dict[str, Traits] = {
+    "llama": Traits(attention_bias=("none", "all"), mlp_bias=(False, True), windowed=False),
+    "mistral": Traits(),
+    "qwen2": Traits(attention_bias=("qkv",)),
+    "qwen3": Traits(attention_bias=("none", "all"), qk_norm=(True,)),
+}
 
 SCALINGS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "default": (frozenset(), frozenset()),
@@ -56,8 +83,8 @@ def kind_of_scaling(scaling: Mapping[str, Any]) -> str:
 class ModelShape(Part):
     """The sizes of a decoder. Field names are ours; `engine.weights` maps them to and from Hugging Face's."""
 
-    architecture: Literal["llama"] = "llama"
-    """The family: which layers, which names in the exported file."""
+    architecture: Architecture = "llama"
+    """The family: which of the fields below may be what, and what the exported `config.json` calls them."""
     num_layers: Layers
     hidden_size: Size
     num_heads: Size
@@ -65,6 +92,14 @@ class ModelShape(Part):
     """Fewer than `num_heads` is grouped-query attention."""
     head_dim: Annotated[Size, Field(ge=2, multiple_of=2)]
     """Width of one head; `hidden_size // num_heads` unless the base says otherwise."""
+    attention_bias: AttentionBias = "none"
+    """Which projections add a bias; the family's usual ones unless said, and likewise the next two."""
+    mlp_bias: bool = False
+    """The feed-forward matrices add one."""
+    qk_norm: bool = False
+    """Each head's query and key are normed before they are turned (Henry et al. 2020)."""
+    sliding_window: Size | None = None
+    """Tokens that a token sees in each layer, itself among them; None: all before it."""
     ffn_hidden_size: Size
     max_seq_len: Size
     """Longest sequence the model is meant for, in tokens."""
@@ -79,11 +114,33 @@ class ModelShape(Part):
     init_std: float = Field(0.02, gt=0, le=10)
     """Standard deviation of the initial weights."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def as_usual_in_the_family(cls, given: Any) -> Any:
+        family = FAMILIES.get(str(given.get("architecture", "llama"))) if isinstance(given, Mapping) else None
+        if family is None:
+            return given
+        return {field: values[0] for field, values in family.choices().items()} | dict(given)
+
     @field_validator("rope_scaling")
     @classmethod
     def scaling_is_computed(cls, scaling: dict[str, Any] | None) -> dict[str, Any] | None:
         _check_scaling(scaling or {})
         return scaling
+
+    @model_validator(mode="after")
+    def belongs_to_its_family(self) -> Self:
+        family = FAMILIES[self.architecture]
+        for field, values in family.choices().items():
+            if (value := getattr(self, field)) not in values:
+                raise ValueError(f"{field}={value!r} is not what {self.architecture} has; use {_either(values)}")
+        if self.sliding_window is not None and not family.windowed:
+            windowed = [name for name, traits in FAMILIES.items() if traits.windowed]
+            raise ValueError(
+                f"sliding_window={self.sliding_window} is not what {self.architecture} has; "
+                f"leave it out, or use {_either(windowed)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def heads_group_evenly(self) -> Self:
@@ -95,6 +152,10 @@ class ModelShape(Part):
         if kind_of_scaling(self.rope_scaling or {}) == "dynamic" and self.head_dim < 4:
             raise ValueError(f"rope_scaling of type 'dynamic' needs a head_dim of at least 4, not {self.head_dim}")
         return self
+
+
+def _either(values: Iterable[object]) -> str:
+    return " or ".join(map(str, values))
 
 
 def _check_scaling(scaling: Mapping[str, Any]) -> None:

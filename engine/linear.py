@@ -21,33 +21,58 @@ from engine.placement import Placement, empty_local, place, placement_of, shard
 
 
 class ColumnLinear(nn.Module):
-    """y = x W^T with W's rows, the outputs, shared. Layers of one input run together through `columns`."""
+    """y = x W^T + b with W's rows, the outputs, and b shared. Layers of one input run together through `columns`."""
 
     def __init__(
-        self, inputs: int, outputs: int, axis: TensorAxis, *, dtype: torch.dtype, device: torch.device
+        self,
+        inputs: int,
+        outputs: int,
+        axis: TensorAxis,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.axis = axis
         self.weight = _parameter((outputs, inputs), 0, axis, dtype=dtype, device=device)
+        self.bias = _parameter((outputs,), 0, axis, dtype=dtype, device=device) if bias else None
         self.adapter: nn.Module | None = None
         """What is added to the output, computed from the same input: B S D to B T E."""
 
 
 class RowLinear(nn.Module):
-    """y = x W^T with W's columns, the inputs, shared: each rank has a part of every output; the parts are summed."""
+    """y = x W^T + b with W's columns, the inputs, shared: each rank has a part of every output; the parts are summed.
+
+    The bias is replicated, and added to the sum: once.
+    """
 
     def __init__(
-        self, inputs: int, outputs: int, axis: TensorAxis, *, dtype: torch.dtype, device: torch.device
+        self,
+        inputs: int,
+        outputs: int,
+        axis: TensorAxis,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.axis = axis
         self.weight = _parameter((outputs, inputs), 1, axis, dtype=dtype, device=device)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            # Under sequence parallelism each rank adds it to its own tokens, and so has a part of the gradient.
+            placement = Placement((outputs,), gradient_partial=axis.sequence)
+            self.bias = place(nn.Parameter(torch.zeros(outputs, dtype=dtype, device=device)), placement)
         self.adapter: nn.Module | None = None
         """What is added to the output, computed from the same input: B T F to B S D."""
 
     def forward(self, x_BTF: Tensor, draw: Draw | None) -> Tensor:
         """B T F of this rank's features to B S D of all features and this rank's tokens."""
         y_BSD = cast(Tensor, _Row.apply(x_BTF, self.weight, self.axis))  # type: ignore[no-untyped-call]
+        if self.bias is not None:
+            y_BSD = y_BSD + self.bias
         return y_BSD if self.adapter is None else y_BSD + self.adapter(x_BTF, draw)
 
 
@@ -69,11 +94,13 @@ class VocabEmbedding(nn.Module):
 def columns(x_BSD: Tensor, layers: Sequence[ColumnLinear], draw: Draw | None) -> list[Tensor]:
     """Each layer's outputs B T E for one input, whose tokens are gathered once and whose gradient is summed once."""
     weights_ED = [layer.weight for layer in layers]
-    outputs = _Columns.apply(x_BSD, layers[0].axis, *weights_ED)  # type: ignore[no-untyped-call]
-    return [
-        y_BTE if layer.adapter is None else y_BTE + layer.adapter(x_BSD, draw)
-        for layer, y_BTE in zip(layers, outputs, strict=True)
-    ]
+    outputs: list[Tensor] = list(_Columns.apply(x_BSD, layers[0].axis, *weights_ED))  # type: ignore[no-untyped-call]
+    for number, layer in enumerate(layers):
+        if layer.bias is not None:
+            outputs[number] = outputs[number] + layer.bias
+        if layer.adapter is not None:
+            outputs[number] = outputs[number] + layer.adapter(x_BSD, draw)
+    return outputs
 
 
 class _Columns(torch.autograd.Function):
@@ -170,7 +197,7 @@ def _through(grads_BTE: Sequence[Tensor], weights_ED: Sequence[Tensor]) -> Tenso
 
 
 def _parameter(
-    shape: tuple[int, int], dim: int, axis: TensorAxis, *, dtype: torch.dtype, device: torch.device
+    shape: tuple[int, ...], dim: int, axis: TensorAxis, *, dtype: torch.dtype, device: torch.device
 ) -> nn.Parameter:
     placement = shard(shape, dim=dim, rank=axis.rank, size=axis.size)
     return place(nn.Parameter(empty_local(placement, size=axis.size, dtype=dtype, device=device)), placement)

@@ -21,10 +21,10 @@ class MLP(nn.Module):
 
     def __init__(self, shape: ModelShape, axis: TensorAxis, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        inner = shape.ffn_hidden_size
-        self.gate_proj = ColumnLinear(shape.hidden_size, inner, axis, dtype=dtype, device=device)
-        self.up_proj = ColumnLinear(shape.hidden_size, inner, axis, dtype=dtype, device=device)
-        self.down_proj = RowLinear(inner, shape.hidden_size, axis, dtype=dtype, device=device)
+        inner, bias = shape.ffn_hidden_size, shape.mlp_bias
+        self.gate_proj = ColumnLinear(shape.hidden_size, inner, axis, bias=bias, dtype=dtype, device=device)
+        self.up_proj = ColumnLinear(shape.hidden_size, inner, axis, bias=bias, dtype=dtype, device=device)
+        self.down_proj = RowLinear(inner, shape.hidden_size, axis, bias=bias, dtype=dtype, device=device)
 
     def forward(self, x_BSD: Tensor, draw: Draw | None) -> Tensor:
         """B S D to B S D."""

@@ -122,13 +122,14 @@ class Decoder(nn.Module):
 
         Raises ValueError where T can't be shared under sequence parallelism.
         """
-        own = self.axis.tokens(batch.tokens_BT.shape[1])
+        tokens = batch.tokens_BT.shape[1]
+        own = self.axis.tokens(tokens)
         rows_B = batch.rows_B
         if rows_B is None:
             rows_B = torch.arange(batch.tokens_BT.shape[0], device=self.device)
         frame = Frame(
             angles=self._rope.angles(batch.positions_BT, self.dtype),
-            sees_B1TK=None if batch.documents_BT is None else sight(batch.documents_BT),
+            sees_B1TK=sight(tokens, self.device, window=self.shape.sliding_window, documents_BT=batch.documents_BT),
             draw=Draw(self.dropout_seed, batch.step, rows_B, own.start) if self.training else None,
         )
         hidden_BSD = self._hidden(batch.tokens_BT, frame)
@@ -147,7 +148,7 @@ class Decoder(nn.Module):
         positions_BT = torch.arange(past, past + tokens, device=self.device).expand(rows, -1)
         frame = Frame(
             angles=self._rope.angles(positions_BT, self.dtype),
-            sees_B1TK=_sight_after(past, tokens, self.device) if past else None,
+            sees_B1TK=sight(tokens, self.device, past=past, window=self.shape.sliding_window),
             cache=cache,
         )
         hidden_BSD = self._hidden(tokens_BT, frame)
@@ -186,8 +187,3 @@ def generator_of(seed: int, name: str) -> torch.Generator:
     """A host generator for one named tensor: drawn whole and then cut, a tensor is the same in every layout."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
-def _sight_after(past: int, tokens: int, device: torch.device) -> Tensor:
-    """bool 1 1 T K: new tokens see all earlier ones, themselves and what is before them."""
-    return torch.ones(tokens, past + tokens, dtype=torch.bool, device=device).tril(past)[None, None]

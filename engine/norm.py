@@ -17,17 +17,27 @@ from engine.placement import Placement, place
 class RMSNorm(nn.Module):
     """y = weight * x / sqrt(mean(x^2) + eps), statistics in fp32. The weight is replicated over the tensor axis."""
 
-    def __init__(self, size: int, eps: float, axis: TensorAxis, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        axis: TensorAxis,
+        *,
+        of_heads: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`of_heads`: what is normed are this rank's heads, not its tokens."""
         super().__init__()
         self.eps = eps
-        # Under sequence parallelism each rank sees its own tokens only, and so has a part of the gradient.
+        # Each rank sees its own heads only, or, under sequence parallelism, tokens: it has a part of the gradient.
+        partial = axis.size > 1 if of_heads else axis.sequence
         self.weight = place(
-            nn.Parameter(torch.ones(size, dtype=dtype, device=device)),
-            Placement((size,), gradient_partial=axis.sequence),
+            nn.Parameter(torch.ones(size, dtype=dtype, device=device)), Placement((size,), gradient_partial=partial)
         )
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """B S D to B S D."""
+        """B S D to B S D, or with another dim before the last."""
         return cast(Tensor, _RMSNorm.apply(x_BSD, self.weight, self.eps))  # type: ignore[no-untyped-call]
 
 

@@ -79,7 +79,7 @@ def norm_of_ones(parallel):
     "parallel", [Parallel(tensor=2), Parallel(data=2), Parallel(data=2, shard_optimizer=False)], ids=str
 )
 def test_all_ones_have_the_root_of_the_number_of_parameters_as_norm(world2, parallel):
-    unique = 7 * 6 + 8 * 6 + 6 * 8 + 6
+    unique = 7 * 6 + 8 * 6 + 6 * 8 + 8 + 6
     assert world2.run(norm_of_ones, parallel) == pytest.approx([unique**0.5] * 2, rel=1e-7)
 
 

@@ -10,9 +10,9 @@ from engine.placement import Placement, place, placement_of, shard
 TRAINING = Training(
     steps=5, global_batch=2, micro_batch=1, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, precision="fp32"
 )
-SHAPES = {"embed": (7, 6), "q": (8, 6), "o": (6, 8), "norm": (6,)}
-"""Global shapes. Seven rows over two ranks leave a row of padding; the norm is what is not a matrix."""
-CUT = {"embed": 0, "q": 0, "o": 1}
+SHAPES = {"embed": (7, 6), "q": (8, 6), "o": (6, 8), "bias": (8,), "norm": (6,)}
+"""Global shapes. Seven rows over two ranks leave a row of padding; bias and norm are what is not a matrix."""
+CUT = {"embed": 0, "q": 0, "o": 1, "bias": 0}
 
 
 def weights(dtype=torch.float32):
@@ -27,7 +27,7 @@ def gradients(step, part):
 
 
 def placements(mesh):
-    """Matrices are cut over the tensor axis, the norm is whole on each rank with a gradient that is a part."""
+    """All but the norm are cut over the tensor axis; that is whole on each rank, with a gradient that is a part."""
     size, rank = mesh.size("tensor"), mesh.rank("tensor")
     return {
         name: shard(shape, dim=CUT[name], rank=rank, size=size)
