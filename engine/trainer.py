@@ -322,6 +322,7 @@ class Work:
             micro_batch=self.run.training.micro_batch,
             data_rank=self.mesh.rank("data"),
             data_size=self.mesh.size("data"),
+            window=self.decoder.shape.sliding_window,
             device=self.mesh.device,
         )
 

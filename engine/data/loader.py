@@ -30,6 +30,7 @@ class Loader:
         micro_batch: int,
         data_rank: int = 0,
         data_size: int = 1,
+        window: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.rows = rows
@@ -40,6 +41,7 @@ class Loader:
         self.data_rank = data_rank
         self.data_size = data_size
         self.device = torch.device(device)
+        self._pairs = rows.pairs(window)
         self._begun = (0, 0)
         self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffled(len(rows), seed, epoch))
         """The order of an epoch's rows. A step needs two at most, and the next step mostly the same."""
@@ -68,8 +70,8 @@ class Loader:
         return int(np.minimum(filled, self.rows.seq_len).sum())
 
     def pairs(self, step_index: int) -> int:
-        """Pairs of tokens of one document in the step over all ranks: what its attention costs."""
-        return int(self.rows.pairs[self.order(step_index)].sum())
+        """Pairs of tokens of one document, and of one window, in the step over all ranks: what its attention costs."""
+        return int(self._pairs[self.order(step_index)].sum())
 
     def order(self, step_index: int) -> Array:
         """The rows of a step, over all ranks."""

@@ -47,9 +47,7 @@ class Rows:
         sums = np.concatenate([[0], np.cumsum(lengths)])
         self.filled: Array = sums[bounds[1:]] - sums[bounds[:-1]]
         """For each row, the places that are not padding."""
-        squares = np.concatenate([[0], np.cumsum(lengths**2)])
-        self.pairs: Array = squares[bounds[1:]] - squares[bounds[:-1]]
-        """For each row, (token, token of the same document), padding left out: what attention works on."""
+        self._lengths = lengths
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -62,6 +60,16 @@ class Rows:
     def tokens(self) -> int:
         """Inputs in all rows, padding left out."""
         return int(np.minimum(self.filled, self.seq_len).sum())
+
+    def pairs(self, window: int | None = None) -> Array:
+        """For each row, (token, token of the same document), padding left out: what attention works on.
+
+        With a `window` a token of a longer document pairs with as many as that.
+        """
+        attended = self._lengths if window is None else np.minimum(self._lengths, window)
+        sums = np.concatenate([[0], np.cumsum(self._lengths * attended)])
+        pairs: Array = sums[self._bounds[1:]] - sums[self._bounds[:-1]]
+        return pairs
 
     def row(self, index: int) -> Row:
         tokens = np.full(self.width, self.pad_id, dtype=np.int64)

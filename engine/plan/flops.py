@@ -1,8 +1,8 @@
 """FLOPs that a model needs, whatever the hardware really does: matrix products only, recomputation left out.
 
 After Narayanan et al. 2021 (appendix) and Korthikanti et al. 2022, equation 7, generalised from their GPT layer to
-grouped-query attention, gated feed-forward layers, packed documents and frozen weights. As there, a causal mask is not
-discounted: a token of a document of `n` tokens attends to `n`.
+grouped-query attention, gated feed-forward layers, packed documents, sliding windows and frozen weights. As there, a
+causal mask is not discounted: a token of a document of `n` tokens attends to `n`, or to as many as its window has.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def attention_per_pair(shape: ModelShape) -> int:
 def model_flops(shape: ModelShape, *, tokens: int, pairs: int, lora: Lora | None = None) -> int:
     """Operations to train on `tokens`, forward and backward.
 
-    `pairs` is the number of (token, token attended to): the sum of n squared over documents of n tokens.
+    `pairs` is the number of (token, token attended to): the sum of n * min(n, window) over documents of n
+    tokens.
     Backward is one product for a matrix's input and one for its weights; frozen weights need only the first.
     """
     each = 0

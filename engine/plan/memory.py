@@ -1,6 +1,6 @@
 """Bytes that each rank needs, counted from the run's numbers: weights, gradients, optimizer, activations, logits.
 
-Activations after Korthikanti et al. 2022, section 4, counted anew for a llama layer: RMSNorm instead of LayerNorm,
+Activations after Korthikanti et al. 2022, section 4, counted anew for our layer: RMSNorm instead of LayerNorm,
 three feed-forward matrices with SwiGLU, grouped queries, no dropout, an attention core that keeps no scores. What is
 counted is what the engine keeps at the end of a forward pass; temporary buffers are covered by `MARGIN`.
 """
@@ -48,10 +48,9 @@ class Memory:
 
 def parameters(shape: ModelShape) -> int:
     """Weights of the whole model, each counted once."""
-    norms = (2 * shape.num_layers + 1) * shape.hidden_size
     # The last of the matrices is the output layer, which is the embedding where the two are tied.
     embedding = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
-    return sum(matrix.weights for matrix in matrices(shape)) + norms + embedding
+    return sum(matrix.weights for matrix in matrices(shape)) + vectors_per_rank(shape, tensor=1) + embedding
 
 
 def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
@@ -60,12 +59,20 @@ def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
 
 
 def parameters_per_rank(shape: ModelShape, *, tensor: int) -> int:
-    """Weights of one tensor rank: its share of each matrix, the vocabulary padded to divide evenly, and every norm."""
+    """Weights of one tensor rank: its share of each matrix, the vocabulary padded to divide evenly, and its vectors."""
     padded = -(-shape.vocab_size // tensor) * tensor
     vocabulary = padded * shape.hidden_size * (1 if shape.tie_embeddings else 2)
     layers = sum(matrix.weights for matrix in matrices(shape)[:-1])
-    norms = (2 * shape.num_layers + 1) * shape.hidden_size
-    return (layers + vocabulary) // tensor + norms
+    return (layers + vocabulary) // tensor + vectors_per_rank(shape, tensor=tensor)
+
+
+def vectors_per_rank(shape: ModelShape, *, tensor: int) -> int:
+    """Weights of norms and biases of one tensor rank: biases follow the outputs that a rank has, all else is whole."""
+    hidden, heads = shape.hidden_size, shape.num_heads + 2 * shape.num_kv_heads
+    shared = (shape.attention_bias != "none") * heads * shape.head_dim + shape.mlp_bias * 2 * shape.ffn_hidden_size
+    biases = (shape.attention_bias == "all") + shape.mlp_bias
+    whole = (2 + biases) * hidden + shape.qk_norm * 2 * shape.head_dim
+    return shape.num_layers * (shared // tensor + whole) + hidden
 
 
 def adapter_parameters_per_rank(shape: ModelShape, lora: Lora, *, tensor: int) -> int:
@@ -94,6 +101,10 @@ def layer_activations(
     kept = 4 * whole + (queries + 2 * keys) // t + queries // t + 4 * (shape.ffn_hidden_size // t)
     # The core keeps the logarithm of each row's sum; recomputed, not even that.
     rows = 0 if recompute.mode == "selective" else FP32 * shape.num_heads // t
+    if shape.qk_norm:
+        # Queries and keys as they were before, and one statistic for each head.
+        kept += (queries + keys) // t
+        rows += FP32 * (shape.num_heads + shape.num_kv_heads) // t
     return tokens * (element * kept + rows)
 
 

@@ -47,6 +47,25 @@ def test_a_tensor_rank_has_its_share_of_matrices_a_padded_vocabulary_and_every_n
     assert memory.parameters_per_rank(shape, tensor=2) == 2 * (LAYER // 2 + 32) + 16 + 131 * 16
 
 
+@pytest.mark.parametrize(
+    ("fields", "shared", "whole"),
+    # q, k, v and o have 16, 8, 8 and 16 outputs, gate and up 32 each, down 16; a head is 4 wide.
+    [
+        pytest.param({"architecture": "llama", "attention_bias": "all", "mlp_bias": True}, 96, 32, id="llama"),
+        pytest.param({"architecture": "mistral", "sliding_window": 8}, 0, 0, id="mistral"),
+        pytest.param({"architecture": "qwen2"}, 32, 0, id="qwen2"),
+        pytest.param({"architecture": "qwen3"}, 0, 8, id="qwen3"),
+    ],
+)
+def test_biases_follow_the_outputs_of_a_rank_and_norms_are_whole(
+    fields: dict[str, object], shared: int, whole: int
+) -> None:
+    shape = make.shape(**fields)
+    assert memory.parameters(shape) == memory.parameters(TINY) + 2 * (shared + whole)
+    two = memory.parameters_per_rank(TINY, tensor=2) + 2 * (shared // 2 + whole)
+    assert memory.parameters_per_rank(shape, tensor=2) == two
+
+
 def test_adapters_are_counted_on_both_sides_of_each_matrix() -> None:
     lora = Lora(rank=2, targets=("q", "down"))
     # q: 16 in, 16 out; down: 32 in, 16 out; two layers.

@@ -54,6 +54,13 @@ def test_a_step_that_meets_the_end_of_an_epoch_goes_on_with_the_next(rows: Rows)
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
 
 
+def test_a_window_limits_the_pairs_of_a_step(rows: Rows) -> None:
+    # Four documents of 9 ids, the end among them.
+    assert loader(rows).pairs(0) == 4 * 9 * 9
+    assert Loader(rows, seed=1, global_batch=4, micro_batch=4, window=3).pairs(0) == 4 * 9 * 3
+    assert Loader(rows, seed=1, global_batch=4, micro_batch=4, window=10).pairs(0) == 4 * 9 * 9
+
+
 @pytest.mark.parametrize(("ranks", "micro"), LAYOUTS)
 def test_every_layout_gets_the_same_rows_in_each_step(ranks: int, micro: int, rows: Rows) -> None:
     for step in range(4):
