@@ -6,14 +6,39 @@ What a model has that the engine does not compute is refused by name: silently i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
-from engine.config import SCALINGS, ModelShape, kind_of_scaling
+from engine.config import FAMILIES, SCALINGS, ModelShape, kind_of_scaling
 
-SUPPORTED = ("llama",)
-"""Values of `model_type` that can be read."""
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a family's `config.json` says what a shape is; what it may say is `engine.config.FAMILIES`'s."""
+
+    architecture: str
+    """The class in `transformers`."""
+    usual: Mapping[str, Any] = field(default_factory=dict)
+    """What its configuration class there takes for keys that are left out, where that is not what llama's takes."""
+    switches_window: bool = False
+    """A window counts only with `use_sliding_window`, and only from layer `max_window_layers` on."""
+
+
+_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28}
+DIALECTS = {
+    "llama": Dialect("LlamaForCausalLM"),
+    "mistral": Dialect(
+        "MistralForCausalLM",
+        {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    ),
+    "qwen2": Dialect("Qwen2ForCausalLM", _QWEN, switches_window=True),
+    "qwen3": Dialect("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, switches_window=True),
+}
+"""By `model_type`."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Members of `layer_types`."""
 
 SIZES = {
     "num_layers": "num_hidden_layers",
@@ -25,12 +50,11 @@ SIZES = {
 """Our names and Hugging Face's, of sizes that have to be there."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
     "hidden_act": ("silu", None),
     "attention_dropout": (0, 0.0, None),
     "partial_rotary_factor": (1, 1.0, None),
-    "sliding_window": (None,),
+    "use_mrope": (False, None),
+    "dual_chunk_attention_config": (None,),
     "quantization_config": (None,),
 }
 """Keys that only one meaning is computed for, with the values that mean it."""
@@ -41,11 +65,13 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     if not isinstance(config, Mapping):
         raise ValueError("config.json: it must hold one JSON object")
     family = config.get("model_type")
-    if family not in SUPPORTED:
-        raise ValueError(f"config.json: model_type {family!r} is not supported; supported: {', '.join(SUPPORTED)}")
-    architectures = config.get("architectures") or ["LlamaForCausalLM"]
-    if architectures != ["LlamaForCausalLM"]:
-        raise ValueError(f"config.json: architectures={architectures!r} is not supported; use LlamaForCausalLM")
+    if not isinstance(family, str) or family not in DIALECTS:
+        raise ValueError(f"config.json: model_type {family!r} is not supported; supported: {', '.join(DIALECTS)}")
+    dialect, traits = DIALECTS[family], FAMILIES[family]
+    architectures = config.get("architectures") or [dialect.architecture]
+    if architectures != [dialect.architecture]:
+        raise ValueError(f"config.json: architectures={architectures!r} is not supported; use {dialect.architecture}")
+    config = {**dialect.usual, **config}
     for key, fine in NEUTRAL.items():
         if config.get(key, fine[0]) not in fine:
             raise ValueError(f"config.json: {key}={config[key]!r} is not supported; only {fine[0]!r} is")
@@ -58,18 +84,23 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
             raise ValueError(f"config.json: {SIZES[ours]}={size!r} is not a whole number from 1")
     scaling, theta = _rope(config)
     try:
-        # Hugging Face's defaults for llama stand in for what a config may leave out.
-        return ModelShape(
-            architecture="llama",
-            **sizes,
-            num_kv_heads=_given(config, "num_key_value_heads", sizes["num_heads"]),
-            head_dim=_given(config, "head_dim", sizes["hidden_size"] // sizes["num_heads"]),
-            max_seq_len=_given(config, "max_position_embeddings", 2048),
-            tie_embeddings=_given(config, "tie_word_embeddings", False),
-            norm_eps=_given(config, "rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            init_std=_given(config, "initializer_range", 0.02) or 0.02,
+        # Hugging Face's defaults stand in for what a config may leave out.
+        return ModelShape.model_validate(
+            {
+                "architecture": family,
+                **sizes,
+                "num_kv_heads": _given(config, "num_key_value_heads", sizes["num_heads"]),
+                "head_dim": _given(config, "head_dim", sizes["hidden_size"] // sizes["num_heads"]),
+                "max_seq_len": _given(config, "max_position_embeddings", 2048),
+                "tie_embeddings": _given(config, "tie_word_embeddings", False),
+                "norm_eps": _given(config, "rms_norm_eps", 1e-6),
+                "rope_theta": theta,
+                "rope_scaling": scaling,
+                "init_std": _given(config, "initializer_range", 0.02) or 0.02,
+                "attention_bias": _switched(config, "attention_bias", _switch(traits.attention_bias)),
+                "mlp_bias": _switched(config, "mlp_bias", _switch(traits.mlp_bias)),
+                "sliding_window": _window(config, sizes["num_layers"], switches=dialect.switches_window),
+            }
         )
     except ValidationError as error:
         first = error.errors()[0]
@@ -83,7 +114,7 @@ def config_of(
 ) -> dict[str, Any]:
     """The `config.json` of a model, as `transformers` and its peers read it. `dtype` is "float32" or "bfloat16"."""
     return {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [DIALECTS[shape.architecture].architecture],
         "model_type": shape.architecture,
         **{theirs: getattr(shape, ours) for ours, theirs in SIZES.items()},
         "num_key_value_heads": shape.num_kv_heads,
@@ -96,15 +127,73 @@ def config_of(
         "rope_scaling": shape.rope_scaling,
         "initializer_range": shape.init_std,
         "hidden_act": "silu",
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "mlp_bias": False,
+        **_traits_of(shape),
         "use_cache": True,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
         "pad_token_id": pad_id,
         "torch_dtype": dtype,
     }
+
+
+def _traits_of(shape: ModelShape) -> dict[str, Any]:
+    """What sets a shape apart in its family, in keys that the family's configuration class knows."""
+    traits, dialect = FAMILIES[shape.architecture], DIALECTS[shape.architecture]
+    said: dict[str, Any] = {}
+    for key, values in (("attention_bias", traits.attention_bias), ("mlp_bias", traits.mlp_bias)):
+        if len(values) > 1:
+            said[key] = getattr(shape, key) not in (False, "none")
+    if traits.windowed:
+        said["sliding_window"] = shape.sliding_window
+    if dialect.switches_window:
+        slides = shape.sliding_window is not None
+        said["use_sliding_window"] = slides
+        said["max_window_layers"] = 0 if slides else shape.num_layers
+        said["layer_types"] = [SLIDING if slides else FULL] * shape.num_layers
+    return said
+
+
+def _switch(values: tuple[Any, ...]) -> dict[bool, Any]:
+    """What false and true in a config mean for a trait that may have these values, the usual one first."""
+    return {value not in (False, "none"): value for value in values}
+
+
+def _switched(config: Mapping[str, Any], key: str, meanings: Mapping[bool, Any]) -> Any:
+    usual = next(iter(meanings))
+    said = _given(config, key, usual)
+    if not isinstance(said, bool) or said not in meanings:
+        raise ValueError(f"config.json: {key}={said!r} is not supported; only {' or '.join(map(repr, meanings))} is")
+    return meanings[said]
+
+
+def _window(config: Mapping[str, Any], num_layers: int, *, switches: bool) -> Any:
+    """The window that every layer has; None where none has one. Raises ValueError where only some have."""
+    window: Any = config.get("sliding_window")
+    first: Any = 0
+    if switches:
+        if not _switched(config, "use_sliding_window", {False: False, True: True}):
+            window = None
+        first = config.get("max_window_layers")
+        if type(first) is not int:
+            raise ValueError(f"config.json: max_window_layers={first!r} is not a whole number")
+    said = config.get("layer_types")
+    if said is None:
+        key, value = "max_window_layers", first
+        kinds = {kind for kind, there in ((SLIDING, first < num_layers), (FULL, first > 0)) if there}
+        kinds = kinds if window is not None else {FULL}
+    else:
+        key, value = "layer_types", said
+        kinds = set(map(str, said)) if isinstance(said, list) and len(said) == num_layers else set()
+    # Without a switch, a window that no layer has is a contradiction, which its readers take either way.
+    if kinds == {FULL} and (switches or window is None):
+        return None
+    if kinds == {SLIDING} and window is not None:
+        return window
+    raise ValueError(
+        f"config.json: {key}={value!r} with sliding_window={window!r} is not supported; "
+        "only one window for all layers, or none, is"
+    )
 
 
 def _given(config: Mapping[str, Any], key: str, default: Any) -> Any:

@@ -12,7 +12,7 @@ from engine import lora, mesh, weights
 from engine.batch import IGNORE, Batch
 from engine.comm import TensorAxis, gather_dim, sum_over
 from engine.config import Lora, ModelShape, Parallel, Recompute
-from engine.model import Decoder
+from engine.model import Decoder, generator_of
 from engine.placement import placement_of
 
 CPU = torch.device("cpu")
@@ -57,6 +57,17 @@ def decoder(of: ModelShape, *, recompute: str = "none", dtype: torch.dtype = tor
     )
 
 
+def uneven(model: Decoder) -> Decoder:
+    """With norms and biases that are not what they start as, the same in every layout."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                placement = placement_of(parameter)
+                drawn = torch.empty(placement.shape).normal_(0, 0.3, generator=generator_of(11, name))
+                placement.true_part(parameter).add_(placement.piece(drawn))
+    return model
+
+
 def grid(*, sequence: bool) -> mesh.Mesh:
     """The whole world along the tensor axis."""
     return mesh.build(Parallel(tensor=torch.distributed.get_world_size(), sequence=sequence))
@@ -87,6 +98,15 @@ def distance(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 
+def limit(name: str) -> float:
+    """How far from its expected value a gradient in fp32 may be, as `distance` measures.
+
+    What a key's bias adds to a query's scores is the same for all keys but for the turns of their positions, and
+    softmax does not see it: its gradient is a small rest of large parts, in transformers as far from fp64's.
+    """
+    return 5e-6 if name.endswith("k_proj.bias") else 2e-6
+
+
 def trained(model: Decoder, on: Batch) -> tuple[float, dict[str, Tensor]]:
     """Mean loss and the gradients that it leaves."""
     parts = model.loss(on)
@@ -95,11 +115,11 @@ def trained(model: Decoder, on: Batch) -> tuple[float, dict[str, Tensor]]:
     return mean.item(), gradients(model)
 
 
-def saved_by_a_layer(grid: mesh.Mesh, recompute: str) -> int:
+def saved_by_a_layer(grid: mesh.Mesh, recompute: str, **changes: Any) -> int:
     """Bytes that one layer in bf16 keeps for backward on this rank, each storage once, parameters left out."""
 
     def saved_by(layers: int) -> int:
-        model = decoder(shape(num_layers=layers), grid=grid, recompute=recompute, dtype=torch.bfloat16)
+        model = decoder(shape(num_layers=layers, **changes), grid=grid, recompute=recompute, dtype=torch.bfloat16)
         known = {p.untyped_storage().data_ptr() for p in model.parameters()}
         # Tensors are kept too: a freed one's address could come back.
         kept: dict[int, Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,14 +37,28 @@ def written_where_a_piece_cannot_be(folder: Path) -> str:
     return "nothing"
 
 
+def weights_against_one_rank(changes: dict[str, Any], sequence: bool, recompute: str) -> tuple[float, float, int]:
+    """Relative distance of the loss, the worst gradient's share of its limit, and how many weights this rank holds."""
+    shape = nets.shape(**changes)
+    batch = nets.batch(packed=True)
+    loss, expected = nets.trained(nets.uneven(nets.decoder(shape)), batch)
+    grid = nets.grid(sequence=sequence)
+    model = nets.uneven(nets.decoder(shape, grid=grid, recompute=recompute))
+    got_loss, got = nets.trained(model, batch)
+    grid.close()
+    assert got.keys() == expected.keys()
+    worst = max(nets.distance(got[name], expected[name]) / nets.limit(name) for name in expected)
+    return abs(got_loss / loss - 1), worst, sum(parameter.numel() for parameter in model.parameters())
+
+
 def adapters_against_one_rank(
-    sequence: bool, recompute: str, dropout: float
+    sequence: bool, recompute: str, dropout: float, **changes: Any
 ) -> tuple[float, float, bool, dict[str, Tensor]]:
     by = Lora(rank=4, alpha=6.0, dropout=dropout)
     batch = nets.batch(packed=True)
-    loss, expected = nets.trained(nets.adapted(nets.decoder(nets.shape()), by), batch)
+    loss, expected = nets.trained(nets.adapted(nets.uneven(nets.decoder(nets.shape(**changes))), by), batch)
     grid = nets.grid(sequence=sequence)
-    model = nets.adapted(nets.decoder(nets.shape(), grid=grid, recompute=recompute), by)
+    model = nets.adapted(nets.uneven(nets.decoder(nets.shape(**changes), grid=grid, recompute=recompute)), by)
     got_loss, got = nets.trained(model, batch)
     replicated = {
         name: got[name] for name, p in model.named_parameters() if name in got and placement_of(p).dim is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from engine.config import ModelShape
 from engine.families import config_of, shape_of_config
@@ -54,6 +54,87 @@ def test_a_config_that_transformers_writes_is_read() -> None:
     assert shape.rope_scaling == LLAMA3
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_what_a_config_of_another_family_leaves_out_is_what_transformers_takes(family: str) -> None:
+    given: dict[str, Any] = {key: CONFIG[key] for key in CONFIG if key not in ("model_type", "architectures")}
+    # As many as their own numbers of key-value heads divide.
+    given |= {"num_attention_heads": 32, "hidden_size": 128}
+    theirs = AutoConfig.for_model(family, **given)
+    shape = shape_of_config({"model_type": family, **given})
+    assert (shape.num_kv_heads, shape.max_seq_len) == (theirs.num_key_value_heads, theirs.max_position_embeddings)
+    assert shape.head_dim == getattr(theirs, "head_dim", 128 // 32)
+    assert shape.sliding_window == theirs.sliding_window
+    assert (shape.tie_embeddings, shape.norm_eps) == (theirs.tie_word_embeddings, theirs.rms_norm_eps)
+    assert (shape.rope_theta, shape.init_std) == (theirs.rope_parameters["rope_theta"], theirs.initializer_range)
+    assert shape_of_config(theirs.to_dict()) == shape
+
+
+QWEN = {"use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "window"),
+    [
+        pytest.param("mistral", {"sliding_window": 8}, 8, id="mistral"),
+        pytest.param("mistral", {"sliding_window": None}, None, id="mistral without"),
+        pytest.param("mistral", {"sliding_window": None, "layer_types": ["full_attention"] * 2}, None, id="said twice"),
+        pytest.param("qwen2", {**QWEN, "max_window_layers": 0}, 8, id="all layers"),
+        pytest.param("qwen2", {**QWEN, "max_window_layers": 2}, None, id="no layer"),
+        pytest.param("qwen2", {**QWEN, "use_sliding_window": False, "max_window_layers": 1}, None, id="off"),
+        pytest.param("qwen3", {**QWEN, "layer_types": ["sliding_attention"] * 2}, 8, id="all layers by name"),
+        pytest.param("qwen3", {**QWEN, "layer_types": ["full_attention"] * 2}, None, id="no layer by name"),
+    ],
+)
+def test_a_window_is_read_where_it_holds_for_all_layers_or_for_none(
+    family: str, changes: dict[str, Any], window: int | None
+) -> None:
+    config = {**CONFIG, "model_type": family, "architectures": None, "num_key_value_heads": 2, **changes}
+    assert shape_of_config(config).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        pytest.param("qwen2", {**QWEN, "max_window_layers": 1}, "max_window_layers=1", id="some layers"),
+        pytest.param("qwen2", {**QWEN, "max_window_layers": "1"}, "max_window_layers='1'", id="a number in words"),
+        pytest.param("qwen2", {"use_sliding_window": "no"}, "use_sliding_window='no'", id="a switch in words"),
+        pytest.param(
+            "qwen3", {**QWEN, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types=", id="some by name"
+        ),
+        pytest.param("qwen3", {"layer_types": ["sliding_attention"] * 2}, "layer_types=", id="a window that is off"),
+        pytest.param("qwen3", {"layer_types": ["full_attention"]}, "layer_types=", id="too few"),
+        pytest.param(
+            "mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, "layer_types=", id="either way"
+        ),
+        pytest.param("mistral", {"sliding_window": 0}, "sliding_window", id="no window at all"),
+        pytest.param("mistral", {"attention_bias": True}, "attention_bias=True is not supported", id="mistral's bias"),
+        pytest.param("qwen2", {"attention_bias": False}, "attention_bias=False is not supported", id="qwen2's bias"),
+        pytest.param("qwen3", {"mlp_bias": True}, "mlp_bias=True is not supported", id="qwen3's bias"),
+        pytest.param("qwen2", {"use_mrope": True}, "use_mrope=True", id="positions in three dims"),
+        pytest.param("qwen2", {"architectures": ["LlamaForCausalLM"]}, "use Qwen2ForCausalLM", id="architecture"),
+    ],
+)
+def test_what_another_family_does_not_compute_is_refused_by_name(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
+    config = {**CONFIG, "model_type": family, "architectures": None, "num_key_value_heads": 2, "head_dim": 8}
+    with pytest.raises(ValueError, match=message):
+        shape_of_config({**config, **changes})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        pytest.param({"architecture": "qwen2", "attention_bias": "none"}, "use qkv", id="a bias"),
+        pytest.param({"architecture": "qwen3", "qk_norm": False}, "qk_norm=False is not what qwen3 has", id="a norm"),
+        pytest.param({"sliding_window": 8}, "use mistral or qwen2 or qwen3", id="a window"),
+    ],
+)
+def test_a_shape_has_what_its_family_has(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nets.shape(**fields)
+
+
 @pytest.mark.parametrize("scaling", [None, LLAMA3], ids=["plain", "llama3"])
 def test_a_shape_survives_its_config(scaling: dict[str, Any] | None) -> None:
     shape = nets.shape(rope_scaling=scaling, rope_theta=5e5, head_dim=16, tie_embeddings=False)
@@ -65,8 +146,9 @@ def test_a_shape_survives_its_config(scaling: dict[str, Any] | None) -> None:
     [
         pytest.param({"model_type": "gpt2"}, r"model_type 'gpt2' is not supported; supported: llama", id="family"),
         pytest.param({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification", id="head"),
-        pytest.param({"attention_bias": True}, "attention_bias=True is not supported", id="attention bias"),
-        pytest.param({"mlp_bias": True}, "mlp_bias=True", id="mlp bias"),
+        pytest.param({"attention_bias": "yes"}, "attention_bias='yes' is not supported", id="attention bias"),
+        pytest.param({"sliding_window": 8}, "sliding_window=8 is not what llama has", id="window"),
+        pytest.param({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention", id="layer types"),
         pytest.param({"hidden_act": "gelu"}, "hidden_act='gelu'", id="activation"),
         pytest.param({"attention_dropout": 0.1}, "attention_dropout=0.1", id="attention dropout"),
         pytest.param({"quantization_config": {"bits": 4}}, "quantization_config", id="quantised"),
