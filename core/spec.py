@@ -57,8 +57,8 @@ class ModelAsk(Ask):
     preset: Text | None = Field(
         None, description=f"Name of a shape: {', '.join(PRESETS)}. Sizes beside it replace its own."
     )
-    architecture: Literal["llama"] | None = None
-    """Spells a shape out, with the sizes beside it."""
+    architecture: config.Architecture | None = None
+    """Spells a shape out, with the sizes beside it: the family whose layers it has, and as which it is exported."""
     num_layers: Annotated[config.Layers, Strict()] | None = None
     """Decoder layers."""
     hidden_size: Size | None = None
@@ -69,6 +69,8 @@ class ModelAsk(Ask):
     """Default: `num_heads`."""
     head_dim: Size | None = Field(None, ge=2)
     """Default: `hidden_size / num_heads`."""
+    sliding_window: Size | None = None
+    """Tokens that a token sees in each layer, itself among them. Default: all before it. Not in `llama`."""
     ffn_hidden_size: Size | None = None
     """Width of the feed-forward part. Default: 8/3 of `hidden_size`, rounded up to 64."""
     max_seq_len: Size | None = None

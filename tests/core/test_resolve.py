@@ -82,6 +82,17 @@ def test_the_shortest_pretrain_is_a_whole_job() -> None:
     assert run.data.train == (Path("data/train-0.txt"),)
 
 
+def test_a_model_from_scratch_has_what_its_family_has() -> None:
+    model = {**SCRATCH["model"], "architecture": "qwen3", "head_dim": 8, "sliding_window": 16}
+    run = resolved(SCRATCH, model=model).run
+    assert run.model is not None
+    assert (run.model.architecture, run.model.head_dim, run.model.sliding_window) == ("qwen3", 8, 16)
+    assert (run.model.qk_norm, run.model.attention_bias) == (True, "none")
+    biased = resolved(SCRATCH, model=SCRATCH["model"] | {"architecture": "qwen2"}).run.model
+    assert biased is not None
+    assert (biased.attention_bias, biased.sliding_window) == ("qkv", None)
+
+
 def test_on_gpus_the_default_is_bf16_with_the_peak_for_mfu() -> None:
     run = resolved(FINETUNE, ClusterFacts(device="cuda", largest_node=8, slot_peak_flops=1e15)).run
     assert (run.device, run.training.precision, run.peak_flops_per_rank) == ("cuda", "bf16", 1e15)
@@ -253,6 +264,10 @@ REFUSALS: list[Any] = [
     pytest.param(
         SCRATCH, {"model": {"architecture": "llama", "num_layers": 2, "num_heads": 4}}, "model.hidden_size", "needs",
         id="missing size",
+    ),
+    pytest.param(
+        SCRATCH, {"model": {"preset": "llama-15m", "sliding_window": 8}}, "model.sliding_window", "use mistral",
+        id="window of a family that has none",
     ),
     pytest.param(
         SCRATCH, {"model": SCRATCH["model"] | {"num_heads": 3}}, "model.num_heads", "try num_heads=2", id="head size"
