@@ -113,11 +113,13 @@ def _let_end(process: subprocess.Popen[bytes], grace_seconds: float, hurry: Even
     """Wait for a process that was asked to end, until its time is up."""
     deadline, hurried = monotonic() + grace_seconds, False
     while process.poll() is None and monotonic() < deadline:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(LOOK_SECONDS)
+            return
+        # After a look, as two signals that are sent at once may arrive as one.
         if hurry.is_set() and not hurried:
             process.terminate()
             deadline, hurried = min(deadline, monotonic() + hurry_seconds), True
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(LOOK_SECONDS)
 
 
 def _kill_group(group: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from time import monotonic
 
 import psutil
@@ -64,24 +64,34 @@ def test_a_child_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path
 
 
 def test_a_child_that_is_slow_to_end_is_asked_again_when_there_is_a_hurry(tmp_path: Path) -> None:
-    path = tmp_path / "pid"
+    path, asked = tmp_path / "pid", tmp_path / "asked"
     script = (
-        "import os, signal, time; asked = []\n"
+        "import os, signal, time\n"
+        f"asked = open({str(asked)!r}, 'w', buffering=1)\n"
         "def on_term(*_):\n"
-        "    asked.append(1)\n"
-        "    len(asked) == 2 and os._exit(0)\n"
+        "    print('asked', file=asked)\n"
+        "    asked.tell() > len('asked\\n') and os._exit(0)\n"
         "signal.signal(signal.SIGTERM, on_term)\n"
         f"open({str(path)!r}, 'w').write(str(os.getpid()))\n"
         "while True: time.sleep(600)\n"
     )
     child = Child("slow", (sys.executable, "-c", script))
-    slow = until_there(child, path)
-    hurry = Event()
-    hurry.set()
+    until_there(child, path)
+    hurry, pause = Event(), Event()
 
+    def hurry_once_asked() -> None:
+        deadline = monotonic() + DEADLINE_SECONDS
+        while not asked.read_text() and monotonic() < deadline:
+            pause.wait(0.02)
+        hurry.set()
+
+    waiting = Thread(target=hurry_once_asked)
+    waiting.start()
     child.stop(DEADLINE_SECONDS, hurry=hurry, hurry_seconds=DEADLINE_SECONDS)
+    waiting.join()
 
-    assert not psutil.pid_exists(slow)
+    # Killed, it would have been asked once.
+    assert asked.read_text() == "asked\nasked\n"
 
 
 def test_a_child_has_the_environment_the_file_and_the_descriptors_it_is_given(tmp_path: Path) -> None:
