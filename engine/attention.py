@@ -29,7 +29,7 @@ class Cache:
     def __init__(
         self, shape: ModelShape, axis: TensorAxis, *, rows: int, tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        size = (shape.num_layers, 2, rows, tokens, shape.num_kv_heads // axis.size, shape.head_dim)
+        size = (shape.num_layers, 2, rows, tokens, max(1, shape.num_kv_heads // axis.size), shape.head_dim)
         self._store = torch.zeros(size, dtype=dtype, device=device)
         self.capacity = tokens
         self.length = 0
@@ -98,8 +98,10 @@ class Attention(nn.Module):
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         bias = shape.attention_bias != "none"
         self.q_proj = ColumnLinear(shape.hidden_size, heads, axis, bias=bias, dtype=dtype, device=device)
-        self.k_proj = ColumnLinear(shape.hidden_size, kv_heads, axis, bias=bias, dtype=dtype, device=device)
-        self.v_proj = ColumnLinear(shape.hidden_size, kv_heads, axis, bias=bias, dtype=dtype, device=device)
+        # Neighbours whose query heads share a key-value head each hold that head.
+        column = partial(ColumnLinear, copies=max(1, axis.size // shape.num_kv_heads), dtype=dtype, device=device)
+        self.k_proj = column(shape.hidden_size, kv_heads, axis, bias=bias)
+        self.v_proj = column(shape.hidden_size, kv_heads, axis, bias=bias)
         bias = shape.attention_bias == "all"
         self.o_proj = RowLinear(heads, shape.hidden_size, axis, bias=bias, dtype=dtype, device=device)
         self.q_norm: RMSNorm | None = None

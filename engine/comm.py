@@ -149,10 +149,10 @@ def max_over(x: Tensor, axis: TensorAxis) -> Tensor:
     return x
 
 
-def gather_dim(x: Tensor, dim: int, axis: TensorAxis) -> Tensor:
-    """The ranks' equal pieces of `dim` put together, outside autograd."""
+def gather_dim(x: Tensor, dim: int, axis: TensorAxis, *, every: int = 1) -> Tensor:
+    """The ranks' equal pieces of `dim` put together, outside autograd; those of `every` so many neighbours are one."""
     if axis.group is None:
         return x
     parts = x.new_empty(axis.size, *x.shape)
     all_gather_flat(parts.flatten(0, 1), x.contiguous(), group=axis.group)
-    return torch.cat(parts.unbind(0), dim=dim)
+    return torch.cat(parts[::every].unbind(0), dim=dim)

@@ -209,7 +209,10 @@ class Parallel(Part):
 
     def check(self, shape: ModelShape, *, seq_len: int) -> None:
         """Raise ValueError, saying what would work, where `shape` can't be split this way."""
-        shared = {name: getattr(shape, name) for name in ("num_heads", "num_kv_heads", "ffn_hidden_size")}
+        shared = {name: getattr(shape, name) for name in ("num_heads", "ffn_hidden_size")}
+        # Fewer key-value heads than ranks are held in copies.
+        if self.tensor % shape.num_kv_heads:
+            shared["num_kv_heads"] = shape.num_kv_heads
         for name, size in shared.items():
             if size % self.tensor:
                 fits = gcd(self.tensor, *shared.values())

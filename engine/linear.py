@@ -21,7 +21,10 @@ from engine.placement import Placement, empty_local, place, placement_of, shard
 
 
 class ColumnLinear(nn.Module):
-    """y = x W^T + b with W's rows, the outputs, and b shared. Layers of one input run together through `columns`."""
+    """y = x W^T + b with W's rows, the outputs, and b shared. Layers of one input run together through `columns`.
+
+    With `copies`, so many neighbours hold the same outputs.
+    """
 
     def __init__(
         self,
@@ -30,13 +33,14 @@ class ColumnLinear(nn.Module):
         axis: TensorAxis,
         *,
         bias: bool = False,
+        copies: int = 1,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.axis = axis
-        self.weight = _parameter((outputs, inputs), 0, axis, dtype=dtype, device=device)
-        self.bias = _parameter((outputs,), 0, axis, dtype=dtype, device=device) if bias else None
+        self.weight = _parameter((outputs, inputs), 0, axis, copies=copies, dtype=dtype, device=device)
+        self.bias = _parameter((outputs,), 0, axis, copies=copies, dtype=dtype, device=device) if bias else None
         self.adapter: nn.Module | None = None
         """What is added to the output, computed from the same input: B S D to B T E."""
 
@@ -63,7 +67,7 @@ class RowLinear(nn.Module):
         self.bias: nn.Parameter | None = None
         if bias:
             # Under sequence parallelism each rank adds it to its own tokens, and so has a part of the gradient.
-            placement = Placement((outputs,), gradient_partial=axis.sequence)
+            placement = Placement((outputs,), copy=axis.rank, partial="tensor" if axis.sequence else None)
             self.bias = place(nn.Parameter(torch.zeros(outputs, dtype=dtype, device=device)), placement)
         self.adapter: nn.Module | None = None
         """What is added to the output, computed from the same input: B T F to B S D."""
@@ -197,7 +201,7 @@ def _through(grads_BTE: Sequence[Tensor], weights_ED: Sequence[Tensor]) -> Tenso
 
 
 def _parameter(
-    shape: tuple[int, ...], dim: int, axis: TensorAxis, *, dtype: torch.dtype, device: torch.device
+    shape: tuple[int, ...], dim: int, axis: TensorAxis, *, copies: int = 1, dtype: torch.dtype, device: torch.device
 ) -> nn.Parameter:
-    placement = shard(shape, dim=dim, rank=axis.rank, size=axis.size)
-    return place(nn.Parameter(empty_local(placement, size=axis.size, dtype=dtype, device=device)), placement)
+    placement = shard(shape, dim=dim, rank=axis.rank, size=axis.size, copies=copies)
+    return place(nn.Parameter(empty_local(placement, dtype=dtype, device=device)), placement)

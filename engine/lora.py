@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from engine.config import Lora
 from engine.dropout import Draw, dropout
 from engine.linear import ColumnLinear, RowLinear
 from engine.model import Decoder, generator_of
-from engine.placement import Placement, empty_local, place, placement_of, shard
+from engine.placement import Placement, empty_local, place, placement_of
 from engine.weights import Folder, InvalidWeights, whole
 
 TARGETS = {
@@ -53,12 +54,13 @@ class Adapter(nn.Module):
         outputs, inputs = placement_of(host.weight).shape
         axis = host.axis
         # What is replicated sees this rank's tokens only, and so has a part of the gradient, as a norm's weight has.
-        down = Placement((lora.rank, inputs), gradient_partial=axis.sequence)
-        up = Placement((outputs, lora.rank), gradient_partial=axis.sequence)
+        partial = "tensor" if axis.sequence else None
+        down = Placement((lora.rank, inputs), copy=axis.rank, partial=partial)
+        up = Placement((outputs, lora.rank), copy=axis.rank, partial=partial)
         if self.shares_outputs:
-            up = shard(up.shape, dim=0, rank=axis.rank, size=axis.size)
+            up = replace(placement_of(host.weight), shape=up.shape)
         else:
-            down = shard(down.shape, dim=1, rank=axis.rank, size=axis.size)
+            down = replace(placement_of(host.weight), shape=down.shape)
         self.lora_A, self.lora_B = _Matrix(down, host), _Matrix(up, host)
 
     def forward(self, x: Tensor, draw: Draw | None) -> Tensor:
@@ -83,7 +85,7 @@ class _Matrix(nn.Module):
     def __init__(self, placement: Placement, host: ColumnLinear | RowLinear) -> None:
         super().__init__()
         like = host.weight
-        local = empty_local(placement, size=host.axis.size, dtype=like.dtype, device=like.device)
+        local = empty_local(placement, dtype=like.dtype, device=like.device)
         self.weight = place(nn.Parameter(local), placement)
 
 

@@ -6,9 +6,10 @@ World ranks are an arange reshaped to (pipeline, data, context, tensor): tensor 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import product
 from math import prod
 from typing import Literal
 
@@ -16,12 +17,23 @@ import torch
 import torch.distributed as dist
 
 from engine.config import Parallel
+from engine.placement import neighbours
 from engine.standing import standing
 
 Axis = Literal["tensor", "context", "data", "pipeline"]
 
 AXES: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
 """Fastest first."""
+
+SPANS: dict[str, tuple[Axis, ...]] = {
+    **{axis: (axis,) for axis in AXES},
+    "replicas": ("context", "data"),
+    "model": ("tensor", "pipeline"),
+}
+"""Groups by the axes along which their ranks differ: each axis by itself; the ranks that hold the same weights, among
+which gradients are summed; those that hold one model between them."""
+ENDS = "ends"
+"""The group of the first and the last pipeline stage, which both hold a tied embedding."""
 
 
 @dataclass
@@ -31,22 +43,26 @@ class Mesh:
     parallel: Parallel
     world_rank: int
     device: torch.device
-    groups: Mapping[Axis, dist.ProcessGroup] = field(default_factory=dict)
-    """Groups of this rank along the axes that are longer than one."""
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    """Groups of this rank that have more than one member."""
     owns_world: bool = False
     """Whether `close` also ends torch's default process group."""
 
-    def size(self, axis: Axis) -> int:
-        """Ranks along `axis`."""
-        return sizes(self.parallel)[axis]
+    def size(self, span: str) -> int:
+        """Ranks along an axis, or of another of the `SPANS`."""
+        return prod(sizes(self.parallel)[axis] for axis in SPANS[span])
 
-    def rank(self, axis: Axis) -> int:
-        """This rank's coordinate along `axis`, from 0."""
-        return coordinates(self.parallel, self.world_rank)[axis]
+    def rank(self, span: str) -> int:
+        """This rank's coordinate along an axis, or its number in another of the `SPANS`; from 0."""
+        number, stride = 0, 1
+        for axis in SPANS[span]:
+            number += stride * coordinates(self.parallel, self.world_rank)[axis]
+            stride *= sizes(self.parallel)[axis]
+        return number
 
-    def group(self, axis: Axis) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one along `axis` only; None where there is but one."""
-        return self.groups.get(axis)
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """This rank's group of that name, see `groups_of`; None where it is alone there."""
+        return self.groups.get(name)
 
     def barrier(self) -> None:
         """Wait until each rank of the world has come here."""
@@ -56,7 +72,8 @@ class Mesh:
 
     def close(self) -> None:
         """Leave the groups. Nothing may be in flight."""
-        for group in self.groups.values():
+        # Groups of the same ranks are one.
+        for group in set(self.groups.values()):
             dist.destroy_process_group(group)
         self.groups = {}
         if self.owns_world:
@@ -77,12 +94,30 @@ def coordinates(parallel: Parallel, world_rank: int) -> dict[Axis, int]:
     return place
 
 
-def members(parallel: Parallel, axis: Axis) -> list[list[int]]:
-    """Every group of world ranks that differ along `axis` only."""
-    stride = prod(size for other, size in sizes(parallel).items() if AXES.index(other) < AXES.index(axis))
-    size = sizes(parallel)[axis]
-    firsts = [rank for rank in range(parallel.ranks) if coordinates(parallel, rank)[axis] == 0]
-    return [[first + stride * i for i in range(size)] for first in firsts]
+def members(parallel: Parallel, *along: Axis) -> list[list[int]]:
+    """Every group of world ranks that differ along these axes only, in the order of ranks."""
+    others = [axis for axis in AXES if axis not in along]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(parallel.ranks):
+        place = coordinates(parallel, rank)
+        groups.setdefault(tuple(place[axis] for axis in others), []).append(rank)
+    return list(groups.values())
+
+
+def groups_of(parallel: Parallel) -> Iterator[tuple[str, list[int]]]:
+    """Name and world ranks of every group that talks: one for each of the `SPANS`, `ENDS`, and neighbours in tensor.
+
+    Where there are fewer key-value heads than tensor ranks, so many neighbours hold the same one.
+    """
+    for name, along in SPANS.items():
+        yield from ((name, ranks) for ranks in members(parallel, *along))
+    for ranks in members(parallel, "pipeline"):
+        yield ENDS, [ranks[0], ranks[-1]] if len(ranks) > 1 else ranks
+    proper = [n for n in range(2, parallel.tensor) if parallel.tensor % n == 0]
+    for count, ranks in product(proper, members(parallel, "tensor")):
+        yield from ((neighbours(count), ranks[at : at + count]) for at in range(0, len(ranks), count))
+    # All of them: the same ranks as along the axis.
+    yield from ((neighbours(parallel.tensor), ranks) for ranks in members(parallel, "tensor"))
 
 
 def alone(device: torch.device) -> Mesh:
@@ -135,15 +170,17 @@ def build(
             world_size=world_size,
             timeout=timeout,
         )
-    groups: dict[Axis, dist.ProcessGroup] = {}
-    for axis, size in sizes(parallel).items():
-        if size == 1:
+    formed: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups: dict[str, dist.ProcessGroup] = {}
+    for name, ranks in groups_of(parallel):
+        if len(ranks) == 1:
             continue
-        for ranks in members(parallel, axis):
-            # Every rank of the world takes part in forming every group, its own or not.
-            group = dist.new_group(ranks, timeout=timeout)
-            if world_rank in ranks:
-                groups[axis] = group
+        # Every rank of the world takes part in forming every group, its own or not.
+        same = tuple(ranks)
+        if same not in formed:
+            formed[same] = dist.new_group(ranks, timeout=timeout)
+        if world_rank in ranks:
+            groups[name] = formed[same]
     return Mesh(parallel, world_rank, where, groups, owns_world)
 
 

@@ -33,7 +33,8 @@ class RMSNorm(nn.Module):
         # Each rank sees its own heads only, or, under sequence parallelism, tokens: it has a part of the gradient.
         partial = axis.size > 1 if of_heads else axis.sequence
         self.weight = place(
-            nn.Parameter(torch.ones(size, dtype=dtype, device=device)), Placement((size,), gradient_partial=partial)
+            nn.Parameter(torch.ones(size, dtype=dtype, device=device)),
+            Placement((size,), copy=axis.rank, partial="tensor" if partial else None),
         )
 
     def forward(self, x_BSD: Tensor) -> Tensor:

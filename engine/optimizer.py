@@ -1,9 +1,9 @@
-"""AdamW over flat buffers, with its state shared out along the data axis (ZeRO-1, Rajbhandari et al. 2020).
+"""AdamW over flat buffers, with its state shared out among replicas (ZeRO-1, Rajbhandari et al. 2020).
 
 Weights are views into one buffer in the model's dtype; gradients are summed up in fp32; masters and moments are fp32
-and each data rank keeps its share. One step is: sum gradients (reduce-scatter), norm, update the share, gather weights.
+and each replica keeps its share. One step is: sum gradients (reduce-scatter), norm, update the share, gather weights.
 
-All buffers have one layout: N elements, of which a data rank owns the share S. A parameter is a *slot* of N; slots of
+All buffers have one layout: N elements, of which a replica owns the share S. A parameter is a *slot* of N; slots of
 one kind lie side by side, so that what is done to a kind is done to few large runs.
 """
 
@@ -40,10 +40,12 @@ class Kind:
 
     decays: bool
     """Matrices decay, norms and biases do not."""
-    partial: bool
-    """Its gradient must be summed over the tensor axis."""
-    replicated: bool
+    partial: str
+    """The group over which its gradient must be summed; empty: it is whole."""
+    is_replicated: bool
     """Each tensor rank holds the whole of it."""
+    copy: int
+    """Number of this rank among those of one replica that hold the same; the first counts, and is saved."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,12 @@ class Optimizer:
         self.training = training
         self.steps = 0
         """Updates done since the moments were zero."""
-        self.group = mesh.group("data")
-        self.shards = mesh.size("data") if shard else 1
+        self.group = mesh.group("replicas")
+        self.shards = mesh.size("replicas") if shard else 1
         self.slots, self.runs, size = lay_out(parameters, multiple=self.shards * ALIGNMENT)
         (dtype,) = {slot.parameter.dtype for slot in self.slots}
         share = size // self.shards
-        rank = mesh.rank("data") if shard else 0
+        rank = mesh.rank("replicas") if shard else 0
         self.own = Run(self.runs[0].kind, rank * share, (rank + 1) * share)
         self.weights_N = torch.zeros(size, dtype=dtype, device=mesh.device)
         self.gradients_N = torch.zeros(size, dtype=torch.float32, device=mesh.device)
@@ -144,10 +146,9 @@ class Optimizer:
             if slot.name not in self._arrived:
                 self.gradients_N[slot.start : slot.stop].zero_()
         self._arrived.clear()
-        if (tensor := self.mesh.group("tensor")) is not None:
-            for run in self.runs:
-                if run.kind.partial:
-                    dist.all_reduce(self.gradients_N[run.start : run.stop], group=tensor)
+        for run in self.runs:
+            if (group := self.mesh.group(run.kind.partial)) is not None:
+                dist.all_reduce(self.gradients_N[run.start : run.stop], group=group)
         if self.shards > 1:
             reduce_scatter_flat(self.gradients_S, self.gradients_N, group=self.group)
         elif self.group is not None:
@@ -155,15 +156,15 @@ class Optimizer:
         return self._norm()
 
     def _norm(self) -> float:
-        """L2 norm of the global gradient: shares are added up, and what every tensor rank holds counts once."""
+        """L2 norm of the global gradient: shares are added up, and what several ranks hold counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for run in self.runs:
-            if run.kind.replicated and self.mesh.rank("tensor") > 0:
+            if run.kind.copy > 0:
                 continue
             chunks = torch.split(self.gradients_S[run.within(self.own)], NORM_CHUNK)
             total += get_total_norm(chunks).double().square()
-        if (tensor := self.mesh.group("tensor")) is not None:
-            dist.all_reduce(total, group=tensor)
+        if (model := self.mesh.group("model")) is not None:
+            dist.all_reduce(total, group=model)
         if self.shards > 1:
             dist.all_reduce(total, group=self.group)
         return float(total.sqrt())
@@ -225,16 +226,15 @@ class Optimizer:
 
     def _keeps(self, kind: Kind) -> bool:
         """Whether this rank is the one to save a share of `kind`, which others may hold as well."""
-        once_in_tensor = not kind.replicated or self.mesh.rank("tensor") == 0
-        once_in_data = self.shards > 1 or self.mesh.rank("data") == 0
-        return once_in_tensor and once_in_data
+        return kind.copy == 0 and (self.shards > 1 or self.mesh.rank("replicas") == 0)
 
 
 def lay_out(parameters: Iterable[tuple[str, Parameter]], *, multiple: int) -> tuple[list[Slot], list[Run], int]:
     """Slots for every trainable parameter, the runs of each kind, and the buffers' size: a multiple of `multiple`."""
     trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     kinds = {name: kind_of(parameter) for name, parameter in trainable}
-    order = sorted(trainable, key=lambda item: astuple(kinds[item[0]]))
+    # A kind's copy, its last field, follows from the others on one rank and differs between ranks whose order must not.
+    order = sorted(trainable, key=lambda item: astuple(kinds[item[0]])[:-1])
     slots: list[Slot] = []
     runs: list[Run] = []
     end = 0
@@ -250,7 +250,7 @@ def lay_out(parameters: Iterable[tuple[str, Parameter]], *, multiple: int) -> tu
 def kind_of(parameter: Parameter) -> Kind:
     """What is done to `parameter`, from its placement."""
     placement = placement_of(parameter)
-    return Kind(decays=len(placement.shape) > 1, partial=placement.gradient_partial, replicated=placement.dim is None)
+    return Kind(len(placement.shape) > 1, placement.partial or "", placement.dim is None, placement.copy)
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:

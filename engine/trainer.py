@@ -328,7 +328,7 @@ class Work:
 
     def _over_data(self, sums: torch.Tensor) -> torch.Tensor:
         """The sum over data ranks; ranks along other axes have the same already."""
-        if (group := self.mesh.group("data")) is not None:
+        if (group := self.mesh.group("replicas")) is not None:
             dist.all_reduce(sums, group=group)
         return sums
 

@@ -105,7 +105,7 @@ def whole(local: Tensor, like: Tensor, axis: TensorAxis) -> Tensor:
     placement = placement_of(like)
     if placement.dim is None:
         return local.detach()
-    gathered = gather_dim(local.detach(), placement.dim, axis)
+    gathered = gather_dim(local.detach(), placement.dim, axis, every=axis.size // placement.pieces)
     return gathered.narrow(placement.dim, 0, placement.shape[placement.dim])
 
 

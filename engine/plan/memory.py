@@ -63,7 +63,18 @@ def parameters_per_rank(shape: ModelShape, *, tensor: int) -> int:
     padded = -(-shape.vocab_size // tensor) * tensor
     vocabulary = padded * shape.hidden_size * (1 if shape.tie_embeddings else 2)
     layers = sum(matrix.weights for matrix in matrices(shape)[:-1])
-    return (layers + vocabulary) // tensor + vectors_per_rank(shape, tensor=tensor)
+    copied = shape.num_layers * 2 * shape.hidden_size * copied_keys(shape, tensor=tensor)
+    return (layers + vocabulary) // tensor + copied + vectors_per_rank(shape, tensor=tensor)
+
+
+def keys_per_rank(shape: ModelShape, *, tensor: int) -> int:
+    """Width of the keys that one tensor rank has, and of its values: one head at the least."""
+    return max(1, shape.num_kv_heads // tensor) * shape.head_dim
+
+
+def copied_keys(shape: ModelShape, *, tensor: int) -> int:
+    """Width of a rank's keys beyond its even share, where there are fewer key-value heads than ranks."""
+    return keys_per_rank(shape, tensor=tensor) - shape.num_kv_heads * shape.head_dim // tensor
 
 
 def vectors_per_rank(shape: ModelShape, *, tensor: int) -> int:
@@ -72,7 +83,8 @@ def vectors_per_rank(shape: ModelShape, *, tensor: int) -> int:
     shared = (shape.attention_bias != "none") * heads * shape.head_dim + shape.mlp_bias * 2 * shape.ffn_hidden_size
     biases = (shape.attention_bias == "all") + shape.mlp_bias
     whole = (2 + biases) * hidden + shape.qk_norm * 2 * shape.head_dim
-    return shape.num_layers * (shared // tensor + whole) + hidden
+    copied = (shape.attention_bias != "none") * 2 * copied_keys(shape, tensor=tensor)
+    return shape.num_layers * (shared // tensor + copied + whole) + hidden
 
 
 def adapter_parameters_per_rank(shape: ModelShape, lora: Lora, *, tensor: int) -> int:
@@ -82,7 +94,8 @@ def adapter_parameters_per_rank(shape: ModelShape, lora: Lora, *, tensor: int) -
     names = ("q", "k", "v", "o", "gate", "up", "down") * shape.num_layers
     for name, matrix in zip(names, matrices(shape, lora)[:-1], strict=True):
         shared, whole = (matrix.outputs, matrix.inputs) if name in columns else (matrix.inputs, matrix.outputs)
-        total += matrix.adapter_rank * (shared // tensor + whole)
+        copied = copied_keys(shape, tensor=tensor) if name in ("k", "v") else 0
+        total += matrix.adapter_rank * (shared // tensor + copied + whole)
     return total
 
 
@@ -96,15 +109,15 @@ def layer_activations(
     whole = shape.hidden_size // t if parallel.sequence else shape.hidden_size
     if recompute.mode == "full":
         return element * tokens * whole
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    queries, keys = shape.num_heads * shape.head_dim // t, keys_per_rank(shape, tensor=t)
     # Input of both norms and of the matrices behind them; q, k, v; the core's output; gate, up, their product and silu.
-    kept = 4 * whole + (queries + 2 * keys) // t + queries // t + 4 * (shape.ffn_hidden_size // t)
+    kept = 4 * whole + (queries + 2 * keys) + queries + 4 * (shape.ffn_hidden_size // t)
     # The core keeps the logarithm of each row's sum; recomputed, not even that.
     rows = 0 if recompute.mode == "selective" else FP32 * shape.num_heads // t
     if shape.qk_norm:
         # Queries and keys as they were before, and one statistic for each head.
-        kept += (queries + keys) // t
-        rows += FP32 * (shape.num_heads + shape.num_kv_heads) // t
+        kept += queries + keys
+        rows += FP32 * (queries + keys) // shape.head_dim
     return tokens * (element * kept + rows)
 
 

@@ -74,6 +74,14 @@ def test_adapters_are_counted_on_both_sides_of_each_matrix() -> None:
     assert memory.adapter_parameters_per_rank(TINY, lora, tensor=2) == 2 * 2 * ((8 + 16) + (16 + 16))
 
 
+def test_a_rank_holds_a_whole_key_value_head_where_there_are_fewer_than_ranks() -> None:
+    # Two heads of 4 for four ranks: a quarter of k's and v's 8 outputs would be 2, a head is 4.
+    beyond = 2 * 2 * 16 * (4 - 2)
+    assert memory.parameters_per_rank(TINY, tensor=4) == (memory.parameters(TINY) - 5 * 16) // 4 + 5 * 16 + beyond
+    lora = Lora(rank=2, targets=("k",))
+    assert memory.adapter_parameters_per_rank(TINY, lora, tensor=4) == 2 * 2 * (16 + 4)
+
+
 def activations(mode: str, *, tensor: int = 1, sequence: bool = False) -> int:
     return memory.layer_activations(
         TINY, seq_len=8, micro_batch=1, element=2,

@@ -200,7 +200,11 @@ def test_the_plan_says_what_it_will_cost() -> None:
 
 REFUSALS: list[Any] = [
     pytest.param(SCRATCH, {"parallel": {"tensor": 3}}, "parallel.tensor", "num_heads=4; try 1", id="heads"),
-    pytest.param(FINETUNE, {"parallel": {"tensor": 4}}, "parallel.tensor", "num_kv_heads=2; try 2", id="kv heads"),
+    pytest.param(
+        SCRATCH,
+        {"parallel": {"tensor": 2}, "model": SCRATCH["model"] | {"hidden_size": 24, "num_heads": 6, "num_kv_heads": 3}},
+        "parallel.tensor", "num_kv_heads=3; try 1", id="kv heads",
+    ),
     pytest.param(
         SCRATCH,
         {"parallel": {"tensor": 4}, "model": SCRATCH["model"] | {"num_heads": 2, "ffn_hidden_size": 33}},

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from engine import lora, mesh, weights
 from engine.batch import IGNORE, Batch
-from engine.comm import TensorAxis, gather_dim, sum_over
 from engine.config import Lora, ModelShape, Parallel, Recompute
 from engine.model import Decoder, generator_of
 from engine.placement import placement_of
@@ -74,23 +73,16 @@ def grid(*, sequence: bool) -> mesh.Mesh:
 
 
 def gradients(model: Decoder) -> dict[str, Tensor]:
-    """The gradient of each trainable parameter as a global tensor, partial ones summed over the tensor axis."""
+    """The gradient of each trainable parameter as a global tensor, partial ones summed over their group."""
     whole = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None, name
-            whole[name] = in_whole(parameter.grad.clone(), parameter, model.axis)
+            grad, partial = parameter.grad.clone(), placement_of(parameter).partial
+            if partial and (group := model.mesh.group(partial)) is not None:
+                torch.distributed.all_reduce(grad, group=group)
+            whole[name] = weights.whole(grad, parameter, model.axis)
     return whole
-
-
-def in_whole(local: Tensor, parameter: Tensor, axis: TensorAxis) -> Tensor:
-    """The global tensor, at its true size, of which each rank has a piece placed as `parameter` is."""
-    placement = placement_of(parameter)
-    if placement.gradient_partial:
-        return sum_over(local, axis)
-    if placement.dim is None:
-        return local
-    return gather_dim(local, placement.dim, axis).narrow(placement.dim, 0, placement.shape[placement.dim])
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -112,6 +112,13 @@ def test_two_ranks_have_the_adapters_gradients_of_one(world2: World, sequence: b
     assert all(torch.equal(first[3][name], second[3][name]) for name in first[3])
 
 
+def test_ranks_that_share_a_key_value_head_have_the_adapters_gradients_of_one(world4: World) -> None:
+    for loss, gradient, complete, _ in world4.run(ranks.adapters_against_one_rank, True, "none", 0.3):
+        assert complete
+        assert loss <= 5e-7
+        assert gradient <= 2e-6
+
+
 def test_dropout_depends_on_the_step_and_is_off_in_evaluation() -> None:
     model = nets.adapted(nets.decoder(nets.shape()), Lora(rank=4, dropout=0.5))
     batch = nets.batch()

@@ -18,6 +18,32 @@ def test_tensor_ranks_are_neighbours_and_data_ranks_are_apart() -> None:
     assert mesh.coordinates(parallel, 3) == {"tensor": 1, "context": 0, "data": 1, "pipeline": 0}
 
 
+def test_groups_are_named_by_what_their_ranks_share() -> None:
+    groups: dict[str, list[list[int]]] = {}
+    parallel = Parallel.model_construct(tensor=4, context=1, data=2, pipeline=2)
+    for name, ranks in mesh.groups_of(parallel):
+        groups.setdefault(name, []).append(ranks)
+    assert (
+        groups["replicas"] == groups["data"] == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
+    )
+    assert groups["model"] == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    assert groups["ends"] == groups["pipeline"] == [[rank, rank + 8] for rank in range(8)]
+    assert groups["tensor/2"] == [[first, first + 1] for first in range(0, 16, 2)]
+    assert groups["tensor/4"] == groups["tensor"]
+
+
+def test_ends_are_the_first_and_the_last_stage() -> None:
+    parallel = Parallel.model_construct(tensor=1, context=1, data=1, pipeline=4)
+    assert [ranks for name, ranks in mesh.groups_of(parallel) if name == "ends"] == [[0, 3]]
+
+
+def test_replicas_are_numbered_with_context_fastest() -> None:
+    parallel = Parallel.model_construct(tensor=2, context=2, data=2, pipeline=1)
+    grid = [mesh.Mesh(parallel, rank, torch.device("cpu")) for rank in range(8)]
+    assert [one.rank("replicas") for one in grid] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [one.size("replicas") for one in grid] == [4] * 8
+
+
 def test_a_mesh_of_another_size_than_the_world_is_refused() -> None:
     with pytest.raises(ValueError, match="asks for 2 ranks"):
         mesh.build(Parallel(tensor=2))

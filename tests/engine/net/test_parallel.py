@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine import mesh
+from engine import mesh, weights
 from engine.config import Parallel
 from engine.model import Decoder
 from engine.placement import placement_of
@@ -73,7 +73,7 @@ def test_gradients_of_replicated_parameters_are_bitwise_equal_on_all_ranks(world
 def weights_in_whole() -> dict[str, torch.Tensor]:
     grid = nets.grid(sequence=False)
     model = nets.decoder(nets.shape(vocab_size=97), grid=grid)
-    whole = {name: nets.in_whole(p.detach(), p, model.axis) for name, p in model.named_parameters() if p.dim() == 2}
+    whole = {name: weights.whole(p, p, model.axis) for name, p in model.named_parameters() if p.dim() == 2}
     grid.close()
     return whole
 
@@ -105,6 +105,33 @@ def test_four_ranks_have_the_gradients_of_one_though_the_last_has_no_share_of_th
     for loss, gradient in world4.run(compare_with_one_rank, {"vocab_size": 5, "num_kv_heads": 4}, True, "selective"):
         assert loss <= 5e-7
         assert gradient <= 2e-6
+
+
+@pytest.mark.parametrize("sequence", LAYOUTS)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_ranks_that_share_a_key_value_head_have_the_gradients_of_one(
+    world4: World, kv_heads: int, sequence: bool
+) -> None:
+    changes: dict[str, object] = {"num_kv_heads": kv_heads, "architecture": "qwen3", "attention_bias": "all"}
+    for loss, gradient in world4.run(compare_with_one_rank, changes, sequence, "selective"):
+        assert loss <= 5e-7
+        assert gradient <= 2e-6
+
+
+def keys_in_whole(kv_heads: int) -> dict[str, torch.Tensor]:
+    grid = nets.grid(sequence=False)
+    model = nets.decoder(nets.shape(num_kv_heads=kv_heads), grid=grid)
+    whole = {name: tensor for name, tensor in weights.whole_state(model) if "k_proj" in name or "v_proj" in name}
+    grid.close()
+    return whole
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_keys_and_values_are_exported_once_however_many_ranks_hold_them(world4: World, kv_heads: int) -> None:
+    alone = dict(nets.decoder(nets.shape(num_kv_heads=kv_heads)).named_parameters())
+    for whole in world4.run(keys_in_whole, kv_heads):
+        assert len(whole) == 4
+        assert all(torch.equal(whole[name], alone[name].detach()) for name in whole)
 
 
 def logits_of_two() -> tuple[torch.Tensor, int]:
@@ -142,8 +169,12 @@ def test_bf16_stays_near_fp32(world2: World, sequence: bool) -> None:
 
 def test_heads_that_tensor_does_not_divide_are_refused() -> None:
     grid = replace(mesh.alone(nets.CPU), parallel=Parallel(tensor=4))
-    with pytest.raises(ValueError, match=r"tensor=4 must divide num_kv_heads=2; try 2"):
-        Decoder(nets.shape(), grid)
+    with pytest.raises(ValueError, match=r"tensor=4 must divide num_heads=6; try 2"):
+        Decoder(nets.shape(num_heads=6), grid)
+    # Six ranks can't hold four heads evenly, neither by halves nor in copies.
+    grid = replace(mesh.alone(nets.CPU), parallel=Parallel(tensor=6))
+    with pytest.raises(ValueError, match=r"tensor=6 must divide num_kv_heads=4; try 2"):
+        Decoder(nets.shape(num_heads=12, num_kv_heads=4), grid)
 
 
 def odd_row() -> str:

@@ -214,6 +214,6 @@ def test_a_run_goes_on_bitwise_from_a_checkpoint(tmp_path):
     checkpoint.load(tmp_path / "step-00000003", optimizer, base=None)
     for parameters, which in ((straight, through), (resumed, optimizer)):
         for part in range(2):
-            backward(parameters, gradients(9, part), which.mesh)
+            backward(parameters, gradients(9, part))
         which.update(lr=0.01, norm=which.sum_gradients())
     assert all(torch.equal(straight[name], resumed[name]) for name in SHAPES)

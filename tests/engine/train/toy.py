@@ -10,9 +10,11 @@ from engine.placement import Placement, place, placement_of, shard
 TRAINING = Training(
     steps=5, global_batch=2, micro_batch=1, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, precision="fp32"
 )
-SHAPES = {"embed": (7, 6), "q": (8, 6), "o": (6, 8), "bias": (8,), "norm": (6,)}
+SHAPES = {"embed": (7, 6), "q": (8, 6), "k": (4, 6), "o": (6, 8), "bias": (8,), "norm": (6,)}
 """Global shapes. Seven rows over two ranks leave a row of padding; bias and norm are what is not a matrix."""
-CUT = {"embed": 0, "q": 0, "o": 1, "bias": 0}
+CUT = {"embed": 0, "q": 0, "k": 0, "o": 1, "bias": 0}
+COPIES = {"k": 2}
+"""Neighbours that hold the same, where there are so many tensor ranks."""
 
 
 def weights(dtype=torch.float32):
@@ -30,19 +32,16 @@ def placements(mesh):
     """All but the norm are cut over the tensor axis; that is whole on each rank, with a gradient that is a part."""
     size, rank = mesh.size("tensor"), mesh.rank("tensor")
     return {
-        name: shard(shape, dim=CUT[name], rank=rank, size=size)
+        name: shard(shape, dim=CUT[name], rank=rank, size=size, copies=COPIES.get(name, 1))
         if name in CUT and size > 1
-        else Placement(shape, gradient_partial=size > 1 and name == "norm")
+        else Placement(shape, copy=rank, partial="tensor" if size > 1 and name == "norm" else None)
         for name, shape in SHAPES.items()
     }
 
 
-def local(whole, placement, mesh):
+def local(whole, placement):
     """A rank's tensor, padded as the layers pad."""
-    size = list(placement.shape)
-    if placement.dim is not None:
-        size[placement.dim] = -(-size[placement.dim] // mesh.size("tensor"))
-    tensor = whole.new_zeros(size)
+    tensor = whole.new_zeros(placement.local_shape)
     placement.true_part(tensor).copy_(placement.piece(whole))
     return tensor
 
@@ -50,15 +49,15 @@ def local(whole, placement, mesh):
 def ours(mesh, *, dtype=torch.float32, training=TRAINING, shard_optimizer=True):
     where = placements(mesh)
     parameters = {
-        name: place(Parameter(local(whole, where[name], mesh)), where[name]) for name, whole in weights(dtype).items()
+        name: place(Parameter(local(whole, where[name])), where[name]) for name, whole in weights(dtype).items()
     }
     return parameters, Optimizer(parameters.items(), mesh, training=training, shard=shard_optimizer)
 
 
-def backward(parameters, whole, mesh):
+def backward(parameters, whole):
     """Give each parameter this rank's share of the gradient `whole`, as a backward pass does."""
     share = {
-        name: local(whole[name] / (2 if placement_of(parameter).gradient_partial else 1), placement_of(parameter), mesh)
+        name: local(whole[name] / (2 if placement_of(parameter).partial else 1), placement_of(parameter))
         for name, parameter in parameters.items()
     }
     sum((parameter * share[name].to(parameter.dtype)).sum() for name, parameter in parameters.items()).backward()
@@ -70,7 +69,7 @@ def train(mesh, steps, **options):
     norms = []
     for step in range(steps):
         for part in range(2) if mesh.size("data") == 1 else [mesh.rank("data")]:
-            backward(parameters, gradients(step, part), mesh)
+            backward(parameters, gradients(step, part))
         norms.append(optimizer.sum_gradients())
         optimizer.update(lr=TRAINING.lr, norm=norms[-1])
     return parameters, norms, optimizer
