@@ -192,10 +192,12 @@ class Parallel(Part):
     """Ranks that share each matrix; keep within one host."""
     sequence: bool = False
     """Shard norms and residuals along the sequence over the tensor axis (Korthikanti et al. 2022)."""
-    pipeline: int = Field(1, ge=1, le=1)
-    """Stages. More than one is not available yet."""
-    virtual: int = Field(1, ge=1, le=1)
-    """Model chunks per pipeline rank. More than one is not available yet."""
+    pipeline: int = Field(1, ge=1)
+    """Ranks that a token goes through one after another, each with its stage of the layers."""
+    virtual: int = Field(1, ge=1)
+    """Stages per pipeline rank: more of them idle less and say more to one another (Narayanan et al. 2021)."""
+    stages: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Layers of each of the `pipeline` x `virtual` stages; None gives all stages as equal work as can be."""
     context: int = Field(1, ge=1, le=1)
     """Ranks that share one sequence in attention. More than one is not available yet."""
     data: int = Field(1, ge=1)
@@ -221,6 +223,29 @@ class Parallel(Part):
             raise ValueError(
                 f"parallel.sequence splits seq_len={seq_len} over tensor={self.tensor} ranks, which must divide it; "
                 f"try seq_len={seq_len - seq_len % self.tensor or self.tensor}"
+            )
+        self.check_stages(shape)
+
+    def check_stages(self, shape: ModelShape) -> None:
+        """Raise ValueError, saying what would work, where the layers of `shape` can't be shared out to the stages."""
+        count = self.pipeline * self.virtual
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel.virtual={self.virtual} needs a pipeline; set parallel.pipeline to 2 or more, or virtual to 1"
+            )
+        if count > shape.num_layers:
+            fits = max(1, shape.num_layers // self.pipeline)
+            name, value = ("virtual", fits) if self.virtual > fits else ("pipeline", shape.num_layers)
+            raise ValueError(
+                f"parallel.{name}={getattr(self, name)} makes {count} stages of num_layers={shape.num_layers}, and "
+                f"each needs a layer; try {name}={value}"
+            )
+        if self.stages is not None and (
+            len(self.stages) != count or sum(self.stages) != shape.num_layers or 0 in self.stages[:-1]
+        ):
+            raise ValueError(
+                f"parallel.stages={list(self.stages)} must be {count} numbers (pipeline={self.pipeline} x "
+                f"virtual={self.virtual}) that sum up to num_layers={shape.num_layers}; only the last may be 0"
             )
 
 

@@ -1,0 +1,84 @@
+"""In which order each rank of a pipeline takes its forward and backward passes: 1F1B, plain and interleaved.
+
+After Narayanan et al. 2021, section 2.2. Chunk c of rank r is virtual stage c * ranks + r: a micro-batch goes through
+the ranks once for every chunk. Each rank's order is fixed beforehand, and neighbours' orders agree, so that messages
+need no names: what is received next is what was sent next.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, chain, zip_longest
+from typing import NamedTuple
+
+
+class Turn(NamedTuple):
+    """One pass of one micro-batch through one chunk of this rank."""
+
+    forward: bool
+    """False: backward."""
+    chunk: int
+    """Of this rank's, from 0."""
+    micro: int
+    """Number of the micro-batch in its step, from 0."""
+
+
+def turns(*, ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Turn]:
+    """All passes of a step on pipeline rank `rank`, for any number of micro-batches.
+
+    The first are forward: enough that the last stage can go backward without waiting. Then forward and backward
+    alternate, and what is left is backward.
+    """
+    order = visits(ranks=ranks, chunks=chunks, micro_batches=micro_batches)
+    forward = [Turn(True, chunk, micro) for chunk, micro in order]
+    backward = [Turn(False, chunks - 1 - chunk, micro) for chunk, micro in order]
+    first = ranks - rank - 1
+    if chunks > 1:
+        # Twice as far ahead, for a backward pass has to come back through the chunks as well, a group of micro-batches
+        # at a time.
+        first = 2 * first + (chunks - 1) * groups(ranks, micro_batches)[0]
+    first = min(first, len(order))
+    alternating = chain.from_iterable(zip_longest(forward[first:], backward[: len(order) - first]))
+    return [*forward[:first], *(turn for turn in alternating if turn), *backward[len(order) - first :]]
+
+
+def visits(*, ranks: int, chunks: int, micro_batches: int) -> list[tuple[int, int]]:
+    """(chunk, micro-batch) in the order in which every rank goes forward: a group through a chunk, then the next."""
+    if chunks == 1:
+        return [(0, micro) for micro in range(micro_batches)]
+    sizes = groups(ranks, micro_batches)
+    return [
+        (chunk, micro)
+        for stop, size in zip(accumulate(sizes), sizes, strict=True)
+        for chunk in range(chunks)
+        for micro in range(stop - size, stop)
+    ]
+
+
+def groups(ranks: int, micro_batches: int) -> list[int]:
+    """Sizes of the groups of micro-batches that go through a chunk together, the larger ones first.
+
+    Each has a micro-batch for every rank, or more where the paper's multiple of `ranks` is not given: fewer would
+    leave ranks idle in every group, not only in the first and last.
+    """
+    count = max(1, micro_batches // ranks)
+    each, more = divmod(micro_batches, count)
+    return [each + (number < more) for number in range(count)]
+
+
+def most_in_flight(order: list[Turn]) -> dict[int, int]:
+    """Micro-batches of each chunk that wait for their backward pass when the most are, over all chunks."""
+    waiting: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for turn in order:
+        waiting[turn.chunk] = waiting.get(turn.chunk, 0) + (1 if turn.forward else -1)
+        if sum(waiting.values()) > sum(most.values()):
+            most = dict(waiting)
+    return most
+
+
+def room(*, ranks: int, chunks: int, micro_batches: int) -> int:
+    """Messages that a neighbour may be behind in receiving, one way, so that no rank waits for itself in the end.
+
+    Where a group is larger than the ranks are many, the surplus goes around before the first rank wants it.
+    """
+    return 2 + (max(0, groups(ranks, micro_batches)[0] - ranks) if chunks > 1 else 0)
