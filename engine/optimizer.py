@@ -14,12 +14,12 @@ from dataclasses import astuple, dataclass
 from itertools import groupby
 from math import isfinite, prod
 from operator import mul
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
 from engine.comm import all_gather_flat, reduce_scatter_flat
@@ -30,8 +30,8 @@ from engine.placement import Placement, placement_of
 
 ALIGNMENT = 16
 """Elements; a slot begins on a cache line in fp32."""
-NORM_CHUNK = 1 << 20
-"""Elements whose squares are summed before the sums are: fp32 keeps its digits however large the buffer."""
+NORM_CHUNK = 1 << 12
+"""Elements whose squares are summed in fp32, and their sums in fp64: more would cost digits, which layouts differ in."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,7 @@ class Optimizer:
         for run in self.runs:
             if run.kind.copy > 0:
                 continue
-            chunks = torch.split(self.gradients_S[run.within(self.own)], NORM_CHUNK)
-            total += get_total_norm(chunks).double().square()
+            total += square_sum(self.gradients_S[run.within(self.own)])
         if (model := self.mesh.group("model")) is not None:
             dist.all_reduce(total, group=model)
         if self.shards > 1:
@@ -227,6 +226,14 @@ class Optimizer:
     def _keeps(self, kind: Kind) -> bool:
         """Whether this rank is the one to save a share of `kind`, which others may hold as well."""
         return kind.copy == 0 and (self.shards > 1 or self.mesh.rank("replicas") == 0)
+
+
+def square_sum(x_N: Tensor) -> Tensor:
+    """fp64 scalar: sum of the squares of a flat tensor, in one pass over it."""
+    whole = len(x_N) // NORM_CHUNK * NORM_CHUNK
+    norms = torch.linalg.vector_norm(x_N[:whole].view(-1, NORM_CHUNK), dim=1)
+    rest = torch.linalg.vector_norm(x_N[whole:])
+    return cast(Tensor, norms.double().square().sum() + rest.double().square())
 
 
 def lay_out(parameters: Iterable[tuple[str, Parameter]], *, multiple: int) -> tuple[list[Slot], list[Run], int]:

@@ -1,0 +1,199 @@
+"""Parity is the law: any product of the axes trains the model that one process trains, on the same rows, in fp32.
+
+Each case is a whole run of ten steps by the trainer's own parts. What is compared: every step's loss and gradient norm,
+every parameter's first moment after the first step, which is its gradient but for a factor, all weights and both
+moments after the last, and which rows each step took.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import RunConfig
+from engine.mesh import build
+from engine.optimizer import Optimizer
+from engine.stop import StopWish
+from engine.trainer import PATIENCE, Reporter, Work, ready_data, ready_model
+from tests.engine.train import runs
+from tests.worlds import World
+
+SHAPE = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 4}
+"""Fewer key-value heads than four tensor ranks."""
+MODELS: dict[str, dict[str, Any]] = {
+    "text": {"model": SHAPE},
+    "untied": {"model": {**SHAPE, "tie_embeddings": False, "num_kv_heads": 1}},
+    # Answers of different lengths, several in a row; some micro-batches and ranks have no label at all.
+    "packed answers": {"model": SHAPE, **runs.COMPLETION},
+    "a real vocabulary": {"model": {**SHAPE, "vocab_size": 50_257, "hidden_size": 16}},
+}
+
+TRAINING = {"eps": 1e-6}
+"""Adam divides what is left of a gradient that all but cancels by itself, which makes 2 lr of its last digit."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a run says for itself, on one rank."""
+
+    losses: list[float]
+    norms: list[float]
+    first: list[tuple[str, str, Any, Tensor]]
+    """Parameter, state, box and values of what this rank holds after the first step, and below after the last."""
+    last: list[tuple[str, str, Any, Tensor]]
+    shapes: dict[str, tuple[int, ...]]
+    rows: list[list[tuple[int, bytes]]]
+    """Of each step: place in the global batch, and its tokens."""
+
+
+def a_run(run_dir: Path, run: RunConfig) -> Told:
+    """All steps of `run` on this rank."""
+    mesh = build(run.parallel, timeout=PATIENCE)
+    steps: list[Any] = []
+    firsts: list[Any] = []
+
+    def emit(event: Any) -> None:
+        if event.type == "step":
+            steps.append(event)
+            if len(steps) == 1:
+                firsts.extend(held(work.optimizer))
+
+    tokenizer, prepared = ready_data(run, run_dir, mesh, Reporter(lambda event: None))
+    decoder = ready_model(run, run_dir, mesh, tokenizer)
+    work = Work(run, run_dir, mesh, emit, StopWish(), tokenizer, prepared, decoder)
+    assert work.all_steps()
+    rows = [
+        [
+            (int(place), tokens.numpy().tobytes())
+            for batch in work.loader.step(step)
+            if batch.rows_B is not None
+            for place, tokens in zip(batch.rows_B, batch.tokens_BT, strict=True)
+        ]
+        for step in range(len(steps))
+    ]
+    told = Told(
+        [step.loss for step in steps],
+        [step.grad_norm for step in steps],
+        firsts,
+        held(work.optimizer),
+        {slot.name: slot.placement.shape for slot in work.optimizer.slots},
+        rows,
+    )
+    mesh.close()
+    return told
+
+
+def held(optimizer: Optimizer) -> list[tuple[str, str, Any, Tensor]]:
+    return [
+        (piece.parameter, key, piece.box, tensor.clone())
+        for piece in optimizer.pieces()
+        for key, tensor in piece.tensors.items()
+    ]
+
+
+def assembled(ranks: list[Told], which: str) -> dict[tuple[str, str], Tensor]:
+    """Global states from all ranks' boxes, which must be bitwise equal where several hold the same."""
+    shapes = {name: shape for told in ranks for name, shape in told.shapes.items()}
+    whole = {
+        (name, key): torch.full(shape, torch.nan)
+        for name, shape in shapes.items()
+        for key in ("weight", "average", "square")
+    }
+    for name, key, box, tensor in (entry for told in ranks for entry in getattr(told, which)):
+        where = tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))
+        there = whole[name, key][where]
+        known = ~there.isnan()
+        assert torch.equal(there[known], tensor[known]), f"{name}: {key} differs between ranks that hold the same"
+        whole[name, key][where] = tensor
+    assert not any(state.isnan().any() for state in whole.values())
+    return whole
+
+
+def distances(
+    got: dict[tuple[str, str], Tensor], expected: dict[tuple[str, str], Tensor], key: str
+) -> dict[str, float]:
+    assert got.keys() == expected.keys()
+    return {
+        name: ((got[name, key] - whole).norm() / whole.norm().clamp_min(1e-30)).item()
+        for (name, state), whole in expected.items()
+        if state == key
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The run of one process for each model, made when first asked for."""
+    made: dict[str, tuple[Path, Told]] = {}
+
+    def of(model: str) -> tuple[Path, Told]:
+        if model not in made:
+            folder = tmp_path_factory.mktemp("alone")
+            run = runs.config(**MODELS[model], training=TRAINING)
+            runs.write(folder, run)
+            made[model] = folder, a_run(folder, run)
+        return made[model]
+
+    return of
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to run, to be compared with one process."""
+
+    ranks: int
+    model: str
+    parallel: dict[str, Any]
+    recompute: str = "none"
+    micro_batch: int = 1
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{axis}={size}" for axis, size in self.parallel.items())
+        return f"{self.model}: {axes} recompute={self.recompute} micro_batch={self.micro_batch}"
+
+    def run(self) -> RunConfig:
+        return runs.config(
+            **MODELS[self.model],
+            parallel=self.parallel,
+            recompute={"mode": self.recompute},
+            training=TRAINING | {"micro_batch": self.micro_batch},
+        )
+
+
+TELLING = [
+    Layout(2, "untied", {"tensor": 2, "sequence": True}, "selective"),
+    Layout(2, "packed answers", {"data": 2}, micro_batch=2),
+    Layout(4, "text", {"tensor": 4, "sequence": True}, "full"),
+    Layout(4, "a real vocabulary", {"tensor": 4}, "selective"),
+    Layout(4, "packed answers", {"tensor": 2, "sequence": True, "data": 2}, "selective"),
+]
+"""Each axis, and the products that have met trouble elsewhere."""
+
+
+def compared(world: World, layout: Layout, alone: Any, folder: Path) -> None:
+    _, expected = alone(layout.model)
+    run = layout.run()
+    runs.write(folder, run)
+    told = world.run(a_run, folder, run, seconds=240)
+    first, last = assembled([expected], "first"), assembled([expected], "last")
+    for rank in told:
+        assert rank.losses == pytest.approx(expected.losses, rel=2e-6)
+        assert rank.norms == pytest.approx(expected.norms, rel=2e-6)
+        assert (rank.losses, rank.norms) == (told[0].losses, told[0].norms)
+    assert max(distances(assembled(told, "first"), first, "average").values()) <= 2e-6
+    for key, most in (("weight", 2e-6), ("average", 5e-6), ("square", 1e-5)):
+        assert max(distances(assembled(told, "last"), last, key).values()) <= most, key
+    for step, rows in enumerate(expected.rows):
+        taken = {row for rank in told for row in rank.rows[step]}
+        assert sorted(taken) == sorted(rows)
+
+
+@pytest.mark.parametrize("layout", TELLING, ids=str)
+def test_any_product_of_axes_trains_the_model_of_one_process(
+    world2: World, world4: World, alone: Any, tmp_path: Path, layout: Layout
+) -> None:
+    compared({2: world2, 4: world4}[layout.ranks], layout, alone, tmp_path)
