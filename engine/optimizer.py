@@ -31,7 +31,7 @@ from engine.placement import Placement, placement_of
 ALIGNMENT = 16
 """Elements; a slot begins on a cache line in fp32."""
 NORM_CHUNK = 1 << 12
-"""Elements whose squares are summed in fp32, and their sums in fp64: more would cost digits, which layouts differ in."""
+"""Elements whose squares are summed in fp32; the sums are in fp64. More would cost digits that layouts differ in."""
 
 
 @dataclass(frozen=True)
