@@ -17,9 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.comm import TensorAxis
 from engine.config import ModelShape
 from engine.dropout import Draw
+from engine.ledger import Ledger
 from engine.linear import ColumnLinear, RowLinear, columns
 from engine.norm import RMSNorm
-from engine.recompute import recomputed
 from engine.rope import rotate
 
 
@@ -78,10 +78,7 @@ def sight(
 
 
 class Attention(nn.Module):
-    """Projections, norms of heads where the family has them, rotary positions, core.
-
-    `recompute` replays the core alone (Korthikanti et al. 2022, section 5).
-    """
+    """Projections, norms of heads where the family has them, rotary positions, core."""
 
     def __init__(
         self,
@@ -89,12 +86,12 @@ class Attention(nn.Module):
         layer: int,
         axis: TensorAxis,
         *,
-        recompute: bool,
+        ledger: Ledger,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.recompute = layer, shape.head_dim, recompute
+        self.layer, self.head_dim, self.ledger = layer, shape.head_dim, ledger
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         bias = shape.attention_bias != "none"
         self.q_proj = ColumnLinear(shape.hidden_size, heads, axis, bias=bias, dtype=dtype, device=device)
@@ -112,17 +109,17 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
         """B S D to B S D."""
+        made = partial(self.ledger.output, "qkv")
         q, k, v = (
             y_BTE.view(*y_BTE.shape[:2], -1, self.head_dim)
-            for y_BTE in columns(x_BSD, (self.q_proj, self.k_proj, self.v_proj), frame.draw)
+            for y_BTE in made(columns, x_BSD, (self.q_proj, self.k_proj, self.v_proj), frame.draw)
         )
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, frame.angles), rotate(k, frame.angles)
+            q, k = made(self.q_norm, q), made(self.k_norm, k)
+        q, k = made(rotate, q, frame.angles), made(rotate, k, frame.angles)
         if frame.cache is not None:
             k, v = frame.cache.extend(self.layer, k, v)
-        inputs = (q, k, v, frame.sees_B1TK)
-        mixed_BTE = recomputed(core, *inputs) if self.recompute else core(*inputs)
+        mixed_BTE = self.ledger.region("attention_core", core, q, k, v, frame.sees_B1TK)
         return cast(Tensor, self.o_proj(mixed_BTE, frame.draw))
 
 

@@ -249,11 +249,32 @@ class Parallel(Part):
             )
 
 
+Operation = Literal["attention_core", "norm", "activation", "dropout", "up_projection", "qkv", "layer"]
+"""What can be computed again in backward instead of being saved; `engine.plan.recompute` says what each is worth."""
+
+
 class Recompute(Part):
     """Which activations are dropped after the forward pass and computed again in the backward pass."""
 
     mode: Literal["none", "selective", "full"] = "selective"
-    """selective: the attention core alone (Korthikanti et al. 2022, section 5); full: each whole layer."""
+    """selective: what `operations` names; full: each whole layer."""
+    operations: tuple[Operation, ...] | None = None
+    """Under selective, all that is replayed; None: the attention core alone (Korthikanti et al. 2022, section 5)."""
+
+    @model_validator(mode="after")
+    def names_operations_where_it_selects(self) -> Self:
+        if self.operations is not None and self.mode != "selective":
+            raise ValueError(f'recompute.operations belong to mode "selective", and the mode is {self.mode!r}')
+        if self.operations == ():
+            raise ValueError('recompute.operations is empty; name some, or use mode "none"')
+        return self
+
+    @property
+    def replayed(self) -> frozenset[Operation]:
+        """The operations that are run again."""
+        if self.mode == "full":
+            return frozenset({"layer"})
+        return frozenset() if self.mode == "none" else frozenset(self.operations or ("attention_core",))
 
 
 class Lora(Part):

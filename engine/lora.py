@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine import tensorfile
 from engine.comm import gather_tokens, sum_parts
 from engine.config import Lora
 from engine.dropout import Draw, dropout
+from engine.ledger import Ledger
 from engine.linear import ColumnLinear, RowLinear
 from engine.model import Decoder, generator_of
 from engine.placement import Placement, empty_local, place, placement_of
@@ -47,8 +49,9 @@ CONFIG = "adapter_config.json"
 class Adapter(nn.Module):
     """A and B beside one matrix."""
 
-    def __init__(self, host: ColumnLinear | RowLinear, name: str, lora: Lora) -> None:
+    def __init__(self, host: ColumnLinear | RowLinear, name: str, lora: Lora, ledger: Ledger) -> None:
         super().__init__()
+        self.ledger = ledger
         self.host_name, self.rate, self.scale = name, lora.dropout, lora.alpha / lora.rank
         self.axis, self.shares_outputs = host.axis, isinstance(host, ColumnLinear)
         outputs, inputs = placement_of(host.weight).shape
@@ -66,14 +69,13 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor, draw: Draw | None) -> Tensor:
         """What is added to the host's output: B S D to B T E beside a column layer, B T F to B S D beside a row one."""
         if self.rate and draw is not None:
-            x = dropout(
-                x,
-                self.rate,
-                draw,
+            masked = partial(
+                dropout,
                 stream=self.host_name,
                 first_token=draw.first_token if self.shares_outputs else 0,
                 first_feature=placement_of(self.lora_A.weight).start,
             )
+            x = self.ledger.output("dropout", masked, x, self.rate, draw)
         inner = linear(x, self.lora_A.weight)
         inner = gather_tokens(inner, self.axis) if self.shares_outputs else sum_parts(inner, self.axis)
         return linear(inner, self.lora_B.weight) * self.scale
@@ -102,7 +104,7 @@ def adapt(decoder: Decoder, lora: Lora, *, seed: int) -> None:
             host = layer.get_submodule(TARGETS[target])
             assert isinstance(host, ColumnLinear | RowLinear)
             name = f"model.layers.{number}.{TARGETS[target]}"
-            host.adapter = Adapter(host, name, lora)
+            host.adapter = Adapter(host, name, lora, decoder.ledger)
             _draw(host.adapter.lora_A.weight, f"{name}.lora_A.weight", seed)
 
 

@@ -13,14 +13,18 @@ from torch import Tensor, nn
 from engine.comm import TensorAxis
 from engine.config import ModelShape
 from engine.dropout import Draw
+from engine.ledger import Ledger
 from engine.linear import ColumnLinear, RowLinear, columns
 
 
 class MLP(nn.Module):
     """Gate and up share their outputs over the tensor axis, down its inputs."""
 
-    def __init__(self, shape: ModelShape, axis: TensorAxis, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: ModelShape, axis: TensorAxis, *, ledger: Ledger, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
+        self.ledger = ledger
         inner, bias = shape.ffn_hidden_size, shape.mlp_bias
         self.gate_proj = ColumnLinear(shape.hidden_size, inner, axis, bias=bias, dtype=dtype, device=device)
         self.up_proj = ColumnLinear(shape.hidden_size, inner, axis, bias=bias, dtype=dtype, device=device)
@@ -28,8 +32,8 @@ class MLP(nn.Module):
 
     def forward(self, x_BSD: Tensor, draw: Draw | None) -> Tensor:
         """B S D to B S D."""
-        gate_BTF, up_BTF = columns(x_BSD, (self.gate_proj, self.up_proj), draw)
-        return cast(Tensor, self.down_proj(swiglu(gate_BTF, up_BTF), draw))
+        gate_BTF, up_BTF = self.ledger.output("up_projection", columns, x_BSD, (self.gate_proj, self.up_proj), draw)
+        return cast(Tensor, self.down_proj(self.ledger.output("activation", swiglu, gate_BTF, up_BTF), draw))
 
 
 def swiglu(gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:

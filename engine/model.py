@@ -8,7 +8,8 @@ B rows, T tokens, S tokens of this rank, D features, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from typing import Literal, cast
+from collections.abc import Collection
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +17,16 @@ from torch import Tensor, nn
 from engine.attention import Attention, Cache, Frame, sight
 from engine.batch import Batch
 from engine.comm import TensorAxis, gather_dim, start_gather_tokens
-from engine.config import ModelShape, Recompute
+from engine.config import ModelShape, Operation
 from engine.dropout import Draw
+from engine.ledger import Ledger
 from engine.linear import ColumnLinear, VocabEmbedding
 from engine.loss import CHUNK_LOGITS, LossParts, vocab_loss
 from engine.mesh import Mesh
 from engine.mlp import MLP
 from engine.norm import RMSNorm
 from engine.placement import placement_of
-from engine.recompute import recomputed
 from engine.rope import Rope
-
-RecomputeMode = Literal["none", "selective", "full"]
 
 
 class Layer(nn.Module):
@@ -39,20 +38,26 @@ class Layer(nn.Module):
         number: int,
         axis: TensorAxis,
         *,
-        recompute: RecomputeMode,
+        ledger: Ledger,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
+        self.ledger = ledger
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, axis, dtype=dtype, device=device)
-        self.self_attn = Attention(shape, number, axis, recompute=recompute == "selective", dtype=dtype, device=device)
+        self.self_attn = Attention(shape, number, axis, ledger=ledger, dtype=dtype, device=device)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, axis, dtype=dtype, device=device)
-        self.mlp = MLP(shape, axis, dtype=dtype, device=device)
+        self.mlp = MLP(shape, axis, ledger=ledger, dtype=dtype, device=device)
 
     def forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
         """B S D to B S D."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), frame)
-        return x_BSD + cast(Tensor, self.mlp(self.post_attention_layernorm(x_BSD), frame.draw))
+        return self.ledger.layer(self._sublayers, x_BSD, frame)
+
+    def _sublayers(self, x_BSD: Tensor, frame: Frame) -> Tensor:
+        normed_BSD = self.ledger.output("norm", self.input_layernorm, x_BSD)
+        x_BSD = x_BSD + self.self_attn(normed_BSD, frame)
+        normed_BSD = self.ledger.output("norm", self.post_attention_layernorm, x_BSD)
+        return x_BSD + cast(Tensor, self.mlp(normed_BSD, frame.draw))
 
 
 class _Trunk(nn.Module):
@@ -63,7 +68,7 @@ class _Trunk(nn.Module):
         shape: ModelShape,
         axis: TensorAxis,
         *,
-        recompute: RecomputeMode,
+        ledger: Ledger,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -72,7 +77,7 @@ class _Trunk(nn.Module):
         # By global number, so that a rank that holds only some layers keeps their names.
         self.layers = nn.ModuleDict(
             {
-                str(number): Layer(shape, number, axis, recompute=recompute, dtype=dtype, device=device)
+                str(number): Layer(shape, number, axis, ledger=ledger, dtype=dtype, device=device)
                 for number in range(shape.num_layers)
             }
         )
@@ -91,20 +96,20 @@ class Decoder(nn.Module):
         shape: ModelShape,
         mesh: Mesh,
         *,
-        recompute: Recompute | None = None,
+        recompute: Collection[Operation] = (),
         dtype: torch.dtype = torch.float32,
         seed: int | None = None,
         chunk_logits: int = CHUNK_LOGITS,
     ) -> None:
-        """`recompute` None keeps all activations; `seed` None leaves matrices at zero, for weights to be loaded."""
+        """`recompute` are the operations to replay; `seed` None leaves matrices at zero, for weights to be loaded."""
         super().__init__()
         mesh.parallel.check(shape, seq_len=mesh.parallel.tensor)
         self.shape, self.mesh, self.axis = shape, mesh, TensorAxis.of(mesh)
         self.dtype, self.device, self.chunk_logits = dtype, mesh.device, chunk_logits
-        self.recompute: RecomputeMode = recompute.mode if recompute is not None else "none"
+        self.ledger = Ledger(recompute)
         self.dropout_seed = 0
         """What dropout masks are drawn from, besides the batch's step and rows."""
-        self.model = _Trunk(shape, self.axis, recompute=self.recompute, dtype=dtype, device=mesh.device)
+        self.model = _Trunk(shape, self.axis, ledger=self.ledger, dtype=dtype, device=mesh.device)
         self.lm_head: ColumnLinear | None = None
         if not shape.tie_embeddings:
             self.lm_head = ColumnLinear(shape.hidden_size, shape.vocab_size, self.axis, dtype=dtype, device=mesh.device)
@@ -167,7 +172,7 @@ class Decoder(nn.Module):
     def _hidden(self, tokens_BT: Tensor, frame: Frame) -> Tensor:
         x_BSD = cast(Tensor, self.model.embed_tokens(tokens_BT))
         for layer in self.model.layers.values():
-            x_BSD = recomputed(layer, x_BSD, frame) if self.recompute == "full" else layer(x_BSD, frame)
+            x_BSD = layer(x_BSD, frame)
         return cast(Tensor, self.model.norm(x_BSD))
 
     @torch.no_grad()

@@ -39,7 +39,7 @@ class _Replay:
         self.plain = [None if isinstance(x, Tensor) else x for x in inputs]
         """The inputs, but for tensors."""
         self.places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
-        self.kept = _kept(*(x for x in inputs if isinstance(x, Tensor)))
+        self.kept = Kept(*(x for x in inputs if isinstance(x, Tensor)))
         self.count = 0
         """Tensors that the part saves."""
         self._made: dict[int, Tensor] = {}
@@ -66,9 +66,8 @@ class _Replay:
                 raise _Enough
 
         inputs = list(self.plain)
-        for place, x in zip(self.places, self.kept.saved_tensors, strict=True):
-            # Detached, so that this graph, of which nothing is asked, does not hang on to the one that is being walked.
-            inputs[place] = x.detach().requires_grad_(x.requires_grad)
+        for place, x in zip(self.places, self.kept.tensors, strict=True):
+            inputs[place] = x
         try:
             with torch.enable_grad(), saved_tensors_hooks(keep, _nothing_to_fetch):
                 self.part(*inputs)
@@ -76,8 +75,25 @@ class _Replay:
             pass
 
 
+class Kept:
+    """Tensors held by a node of autograd's graph, so that they count as saved for whoever meters or moves such."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        nothing = torch.empty(0, requires_grad=True)
+        # None of them needs a gradient here, and a node without a way on holds no other part of the graph.
+        detached = (x.detach() for x in tensors)
+        self._node: Any = cast(Tensor, _Keep.apply(nothing, *detached)).grad_fn  # type: ignore[no-untyped-call]
+        self._learns = [x.requires_grad for x in tensors]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """As they were, apart from the graph."""
+        saved = self._node.saved_tensors
+        return [x.detach().requires_grad_(learns) for x, learns in zip(saved, self._learns, strict=True)]
+
+
 class _Keep(torch.autograd.Function):
-    """Saves its inputs and computes nothing, so that they count as saved for whoever meters or moves saved tensors."""
+    """Saves its inputs and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, nothing: Tensor, *tensors: Tensor) -> Tensor:
@@ -87,12 +103,6 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise AssertionError("nothing is computed from what was kept")
-
-
-def _kept(*tensors: Tensor) -> Any:
-    """The node of autograd's graph that holds `tensors` as `saved_tensors`, whether or not they need a gradient."""
-    nothing = torch.empty(0, requires_grad=True)
-    return cast(Tensor, _Keep.apply(nothing, *tensors)).grad_fn  # type: ignore[no-untyped-call]
 
 
 def _nothing_to_fetch(_: None) -> Tensor:

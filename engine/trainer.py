@@ -104,7 +104,7 @@ def ready_model(run: RunConfig, run_dir: Path, mesh: Mesh, tokenizer: Tokenizer)
     decoder = Decoder(
         shape,
         mesh,
-        recompute=run.recompute,
+        recompute=run.recompute.replayed,
         dtype=DTYPES[run.training.precision],
         seed=seed if base is None else None,
     )

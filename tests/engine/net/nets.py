@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from engine import lora, mesh, weights
 from engine.batch import IGNORE, Batch
-from engine.config import Lora, ModelShape, Parallel, Recompute
+from engine.config import Lora, ModelShape, Operation, Parallel, Recompute
 from engine.model import Decoder, generator_of
 from engine.placement import placement_of
 
@@ -49,11 +50,16 @@ def batch(vocab: int = 96, *, rows: int = 2, tokens: int = 16, seed: int = 0, pa
     return Batch(ids[:, :-1], labels, positions, documents)
 
 
-def decoder(of: ModelShape, *, recompute: str = "none", dtype: torch.dtype = torch.float32, **more: Any) -> Decoder:
-    """A model on one rank, drawn from seed 7."""
-    return Decoder(
-        of, more.pop("grid", mesh.alone(CPU)), recompute=Recompute(mode=recompute), dtype=dtype, seed=7, **more
-    )
+def decoder(
+    of: ModelShape,
+    *,
+    recompute: str | Collection[Operation] = "none",
+    dtype: torch.dtype = torch.float32,
+    **more: Any,
+) -> Decoder:
+    """A model on one rank, drawn from seed 7. `recompute` is a mode, or the operations that are replayed."""
+    replayed = Recompute(mode=recompute).replayed if isinstance(recompute, str) else recompute
+    return Decoder(of, more.pop("grid", mesh.alone(CPU)), recompute=replayed, dtype=dtype, seed=7, **more)
 
 
 def uneven(model: Decoder) -> Decoder:
