@@ -28,6 +28,8 @@ class Batch:
     """fp32 weight of each label's loss; None: all ones."""
     rows_B: Tensor | None = None
     """int64 place of each row within the step's global batch, which dropout masks are derived from; None: 0 to B-1."""
+    num_labels: int | None = None
+    """Labels that are not IGNORE, counted where the batch was made; None: nobody counted."""
     step: int = 0
     """Optimizer step the batch belongs to, which dropout masks are derived from."""
 

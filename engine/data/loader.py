@@ -104,9 +104,11 @@ class Loader:
             blank = torch.full((1, width - 1), self.rows.pad_id)
             tokens_BT, labels_BT = blank, torch.full_like(blank, IGNORE)
             positions_BT, documents_BT = torch.arange(width - 1)[None], None
+            num_labels = 0
         else:
             tokens = np.stack([row.tokens for row in full])
             trained = np.stack([row.trained for row in full])[:, 1:]
+            num_labels = int(trained.sum())
             labels_BT = torch.from_numpy(np.where(trained, tokens[:, 1:], IGNORE))
             tokens_BT = torch.from_numpy(np.ascontiguousarray(tokens[:, :-1]))
             # A row that is one document, padding after it or not, needs no mask: nothing looks ahead.
@@ -123,6 +125,7 @@ class Loader:
             positions_BT=positions_BT,
             documents_BT=documents_BT,
             rows_B=torch.tensor(places),
+            num_labels=num_labels,
             step=step_index,
         )
         return batch.to(self.device)

@@ -66,8 +66,11 @@ class Rows:
 
         With a `window` a token of a longer document pairs with as many as that.
         """
-        attended = self._lengths if window is None else np.minimum(self._lengths, window)
-        sums = np.concatenate([[0], np.cumsum(self._lengths * attended)])
+        inputs = self._lengths.copy()
+        # The last id of a full row is a label only.
+        inputs[self._bounds[1:][self.filled == self.width] - 1] -= 1
+        attended = inputs if window is None else np.minimum(inputs, window)
+        sums = np.concatenate([[0], np.cumsum(inputs * attended)])
         pairs: Array = sums[self._bounds[1:]] - sums[self._bounds[:-1]]
         return pairs
 

@@ -55,10 +55,22 @@ def test_a_step_that_meets_the_end_of_an_epoch_goes_on_with_the_next(rows: Rows)
 
 
 def test_a_window_limits_the_pairs_of_a_step(rows: Rows) -> None:
-    # Four documents of 9 ids, the end among them.
-    assert loader(rows).pairs(0) == 4 * 9 * 9
-    assert Loader(rows, seed=1, global_batch=4, micro_batch=4, window=3).pairs(0) == 4 * 9 * 3
-    assert Loader(rows, seed=1, global_batch=4, micro_batch=4, window=10).pairs(0) == 4 * 9 * 9
+    # Four documents of 8 letters; the end after them is only predicted.
+    assert loader(rows).pairs(0) == 4 * 8 * 8
+    assert Loader(rows, seed=1, global_batch=4, micro_batch=4, window=3).pairs(0) == 4 * 8 * 3
+    assert Loader(rows, seed=1, global_batch=4, micro_batch=4, window=9).pairs(0) == 4 * 8 * 8
+
+
+def test_documents_of_a_packed_row_attend_within_themselves(tmp_path: Path) -> None:
+    # Three documents of 3, 2 and 4 ids with their ends fill a row of 8 inputs, the last id of which is a label only.
+    full = make.prepared(tmp_path / "full", make.jsonl([{"text": t} for t in ("ab", "c", "def")]), seq_len=8).train
+    padded = make.prepared(tmp_path / "padded", make.jsonl([{"text": t} for t in ("ab", "c")]), seq_len=8).train
+
+    assert len(full) == len(padded) == 1
+    assert (loader(full).tokens(0), loader(full).pairs(0)) == (3 + 2 + 3, 3 * 3 + 2 * 2 + 3 * 3)
+    assert (loader(padded).tokens(0), loader(padded).pairs(0)) == (3 + 2, 3 * 3 + 2 * 2)
+    # Every id but the first of each document is predicted.
+    assert [loader(rows).step(0)[0].num_labels for rows in (full, padded)] == [2 + 1 + 3, 2 + 1]
 
 
 @pytest.mark.parametrize(("ranks", "micro"), LAYOUTS)
@@ -108,6 +120,7 @@ def test_fewer_rows_than_a_batch_are_the_whole_batch(ranks: int, micro: int, row
         assert min(len(batch.tokens_BT) for each in batches for batch in each) >= 1
         # 8 letters predict 7 and an end.
         assert sum(int((b.labels_BT != IGNORE).sum()) for each in batches for b in each) == 10 * 8
+        assert sum(b.num_labels or 0 for each in batches for b in each) == 10 * 8
     assert dealt[0].steps(2) == 2
 
 
