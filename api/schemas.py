@@ -83,6 +83,8 @@ class ProgressOut(Out):
     tokens_per_second: float | None = None
     mfu: float | None = None
     """Model FLOPs utilisation in 0..1."""
+    hfu: float | None = None
+    """Hardware FLOPs utilisation in 0..1: what is computed again in the backward pass counts too."""
     loss: float | None = None
     """Mean over the last step's label tokens, in nats."""
 

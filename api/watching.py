@@ -33,6 +33,9 @@ class Picture:
         self.loss: float | None = job["progress"]["loss"]
         self.tokens_per_second: float | None = job["progress"]["tokens_per_second"]
         self.step_seconds: float | None = None
+        self.mfu: float | None = None
+        self.compute: float | None = None
+        """The share of the last step's time that was not spent waiting or beside training."""
         self.losses: deque[float] = deque(maxlen=100_000)
 
     def take(self, event: Event) -> None:
@@ -47,6 +50,8 @@ class Picture:
                 usual = self.step_seconds or data["step_seconds"]
                 self.step_seconds = usual + 0.1 * (data["step_seconds"] - usual)
                 self.losses.append(data["loss"])
+                self.mfu, computing = data.get("mfu"), data.get("compute_seconds")
+                self.compute = None if computing is None else computing / data["step_seconds"]
             case "progress" | "evaluated" | "checkpoint" | "log" | "finished" | "stopped" | "failed":
                 self.note = event.data["message"]
 
@@ -59,12 +64,16 @@ class Picture:
 
     @property
     def line(self) -> str:
-        """Step, loss, tokens per second, ETA; what isn't known is left out."""
+        """Step, loss, tokens per second, MFU, share of compute, ETA; what isn't known is left out."""
         parts = [f"step {self.step}/{self.total}" if self.total else f"step {self.step}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
         if self.tokens_per_second:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu:.1%}")
+        if self.compute is not None:
+            parts.append(f"compute {self.compute:.0%}")
         if self.eta is not None:
             parts.append(f"ETA {self.eta}")
         return "  ".join(parts)

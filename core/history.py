@@ -21,8 +21,12 @@ from engine.events import (
     Step,
 )
 
-STEP_METRICS = ("loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "memory_bytes")
-"""Numbers of a step that become metrics, under their own names."""
+STEP_METRICS = (
+    "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "hfu", "memory_bytes",
+    "compute_seconds", "communication_seconds", "bubble_seconds", "data_seconds", "evaluation_seconds",
+    "checkpoint_seconds",
+)  # fmt: skip
+"""Numbers of a step that become metrics, under their own names, where the engine tells them."""
 EVALUATION_METRICS = {"validation_loss": "loss", "validation_token_accuracy": "token_accuracy"}
 """Metric name and the field of `Evaluated` it is."""
 
@@ -120,6 +124,7 @@ def _progress(before: dict[str, Any], step: Step) -> dict[str, Any]:
         "loss": step.loss,
         "tokens_per_second": step.tokens_per_second,
         "mfu": step.mfu,
+        "hfu": step.hfu,
         "step_seconds": seconds,
         "percent": round(100 * step.step / total, 2) if total else None,
         "eta_seconds": round(seconds * max(0, total - step.step), 3) if total else None,

@@ -12,7 +12,7 @@ B rows, T tokens, S tokens of this rank, D features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.mesh import Mesh
+from engine.stopwatch import Stopwatch
 
 # torch 2.13 renamed both; 2.11 knows the old names only.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,12 +37,15 @@ class TensorAxis:
     """None where there is one rank."""
     sequence: bool
     """Tokens are shared between the matrices; never with one rank."""
+    stopwatch: Stopwatch = field(default_factory=Stopwatch, compare=False)
+    """What waiting for the other ranks counts on."""
 
     @classmethod
     def of(cls, mesh: Mesh) -> TensorAxis:
         """The tensor axis of a mesh."""
         size = mesh.size("tensor")
-        return cls(size, mesh.rank("tensor"), mesh.group("tensor"), mesh.parallel.sequence and size > 1)
+        sequence = mesh.parallel.sequence and size > 1
+        return cls(size, mesh.rank("tensor"), mesh.group("tensor"), sequence, mesh.stopwatch)
 
     def tokens(self, num_tokens: int) -> slice:
         """The run of a row's tokens that this rank holds between the matrices.
@@ -65,37 +69,40 @@ class Pending:
 
     work: dist.Work | None
     result: Callable[[], Tensor]
+    stopwatch: Stopwatch
+    """What waiting counts on."""
 
     def wait(self) -> Tensor:
         """The outcome, once it is there."""
         if self.work is not None:
-            self.work.wait()
+            with self.stopwatch.span("communication"):
+                self.work.wait()
         return self.result()
 
 
 def start_gather_tokens(x_BSD: Tensor, axis: TensorAxis) -> Pending:
     """Begin to turn this rank's tokens into all tokens, B T D."""
     if not axis.sequence:
-        return Pending(None, lambda: x_BSD)
+        return Pending(None, lambda: x_BSD, axis.stopwatch)
     rows, tokens, *features = x_BSD.shape
     parts = x_BSD.new_empty(axis.size, rows, tokens, *features)
     work = all_gather_flat(parts.flatten(0, 1), x_BSD.contiguous(), group=axis.group, async_op=True)
     # Ranks are the slow dim of what arrives; with one row this is already the order of tokens and costs no copy.
-    return Pending(work, lambda: parts.transpose(0, 1).reshape(rows, axis.size * tokens, *features))
+    return Pending(work, lambda: parts.transpose(0, 1).reshape(rows, axis.size * tokens, *features), axis.stopwatch)
 
 
 def start_sum_parts(x_BTD: Tensor, axis: TensorAxis) -> Pending:
     """Begin to sum the ranks' parts of all tokens into this rank's tokens, B S D. `x_BTD` may be overwritten."""
     if axis.group is None:
-        return Pending(None, lambda: x_BTD)
+        return Pending(None, lambda: x_BTD, axis.stopwatch)
     if not axis.sequence:
         whole = x_BTD.contiguous()
-        return Pending(dist.all_reduce(whole, group=axis.group, async_op=True), lambda: whole)
+        return Pending(dist.all_reduce(whole, group=axis.group, async_op=True), lambda: whole, axis.stopwatch)
     rows, tokens, *features = x_BTD.shape
     parts = x_BTD.reshape(rows, axis.size, tokens // axis.size, *features).transpose(0, 1).contiguous()
     mine = parts.new_empty(parts.shape[1:])
     work = reduce_scatter_flat(mine, parts.flatten(0, 1), group=axis.group, async_op=True)
-    return Pending(work, lambda: mine)
+    return Pending(work, lambda: mine, axis.stopwatch)
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -138,14 +145,16 @@ def sum_parts(x_BTD: Tensor, axis: TensorAxis) -> Tensor:
 def sum_over(x: Tensor, axis: TensorAxis) -> Tensor:
     """Sum over the ranks, in place, outside autograd; bitwise the same on each."""
     if axis.group is not None:
-        dist.all_reduce(x, group=axis.group)
+        with axis.stopwatch.span("communication"):
+            dist.all_reduce(x, group=axis.group)
     return x
 
 
 def max_over(x: Tensor, axis: TensorAxis) -> Tensor:
     """Largest over the ranks, in place, outside autograd."""
     if axis.group is not None:
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
+        with axis.stopwatch.span("communication"):
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
     return x
 
 
@@ -154,5 +163,6 @@ def gather_dim(x: Tensor, dim: int, axis: TensorAxis, *, every: int = 1) -> Tens
     if axis.group is None:
         return x
     parts = x.new_empty(axis.size, *x.shape)
-    all_gather_flat(parts.flatten(0, 1), x.contiguous(), group=axis.group)
+    with axis.stopwatch.span("communication"):
+        all_gather_flat(parts.flatten(0, 1), x.contiguous(), group=axis.group)
     return torch.cat(parts[::every].unbind(0), dim=dim)

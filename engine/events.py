@@ -57,7 +57,12 @@ class Started(EventBase):
 
 
 class Step(EventBase):
-    """One optimizer step is done."""
+    """One optimizer step is done.
+
+    Its time runs from the moment when the loss of the step before was known, or when training began, until its own is.
+    So what follows a loss (the update, and a validation or a checkpoint after that step) counts in the step after it.
+    The seconds are means over ranks; those of the parts add up to `step_seconds`.
+    """
 
     type: Literal["step"] = "step"
     step: int
@@ -70,9 +75,24 @@ class Step(EventBase):
     tokens: int
     """Trained on since the job began, padding left out."""
     tokens_per_second: float
+    """Over all ranks; validation and checkpoints left out of the time, here and in the next two."""
     step_seconds: float
     mfu: float | None = None
     """Model FLOPs utilisation in 0..1; None where the device's peak isn't known."""
+    hfu: float | None = None
+    """Hardware FLOPs utilisation in 0..1: what is computed again in the backward pass counts too."""
+    compute_seconds: float | None = None
+    """What is left of the time: forward, backward and the update."""
+    communication_seconds: float | None = None
+    """Waiting for other ranks in collectives; what is hidden behind compute does not count."""
+    bubble_seconds: float | None = None
+    """Waiting for a neighbour in the pipeline."""
+    data_seconds: float | None = None
+    """Making batches."""
+    evaluation_seconds: float | None = None
+    """In validation, all of it."""
+    checkpoint_seconds: float | None = None
+    """Held up by saving a checkpoint."""
     memory_bytes: int | None = None
     """Largest device memory held by one rank so far; resident memory on a CPU."""
 

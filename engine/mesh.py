@@ -7,6 +7,7 @@ World ranks are an arange reshaped to (pipeline, data, context, tensor): tensor 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
@@ -18,7 +19,9 @@ import torch.distributed as dist
 
 from engine.config import Parallel
 from engine.placement import neighbours
-from engine.standing import standing
+from engine.standing import Standing, standing
+from engine.stopwatch import Stopwatch
+from engine.whereabouts import Whereabouts
 
 Axis = Literal["tensor", "context", "data", "pipeline"]
 
@@ -47,6 +50,8 @@ class Mesh:
     """Groups of this rank that have more than one member."""
     owns_world: bool = False
     """Whether `close` also ends torch's default process group."""
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    """What this rank's time goes to; whoever waits for other ranks does so in a span of it."""
 
     def size(self, span: str) -> int:
         """Ranks along an axis, or of another of the `SPANS`."""
@@ -64,11 +69,16 @@ class Mesh:
         """This rank's group of that name, see `groups_of`; None where it is alone there."""
         return self.groups.get(name)
 
+    def exchange(self) -> AbstractContextManager[None]:
+        """A block in which other ranks are waited for, if there are any: its time is communication."""
+        return self.stopwatch.span("communication") if self.parallel.ranks > 1 else nullcontext()
+
     def barrier(self) -> None:
         """Wait until each rank of the world has come here."""
         if self.parallel.ranks > 1:
             # On the host: a device barrier has to guess the device, and waits for its work too.
-            dist.all_reduce(torch.zeros(()))
+            with self.exchange():
+                dist.all_reduce(torch.zeros(()))
 
     def close(self) -> None:
         """Leave the groups. Nothing may be in flight."""
@@ -139,7 +149,11 @@ def device_named(name: str) -> torch.device:
 
 
 def build(
-    parallel: Parallel, device: Literal["cpu", "cuda"] = "cpu", *, timeout: timedelta = timedelta(minutes=10)
+    parallel: Parallel,
+    device: Literal["cpu", "cuda"] = "cpu",
+    *,
+    timeout: timedelta = timedelta(minutes=10),
+    whereabouts: Whereabouts | None = None,
 ) -> Mesh:
     """Meet the other ranks and form the groups; every rank of the world calls this together.
 
@@ -158,16 +172,26 @@ def build(
     where = device_named(f"cuda:{local_rank}" if device == "cuda" else "cpu")
     if where.type == "cuda":
         torch.cuda.set_device(where)
+    stopwatch = Stopwatch(where, whereabouts)
     if world_size == 1:
-        return Mesh(parallel, world_rank=0, device=where)
+        return Mesh(parallel, world_rank=0, device=where, stopwatch=stopwatch)
+    with stopwatch.span("communication"):
+        groups, owns_world = _meet(parallel, me, where, timeout)
+    return Mesh(parallel, world_rank, where, groups, owns_world, stopwatch)
+
+
+def _meet(
+    parallel: Parallel, me: Standing, where: torch.device, timeout: timedelta
+) -> tuple[dict[str, dist.ProcessGroup], bool]:
+    """The groups that this rank is of, and whether the world was formed for them."""
     owns_world = not dist.is_initialized()
     if owns_world:
         dist.init_process_group(
             # gloo beside nccl: host tensors (object gathers, files' facts) travel without the device.
             backend="cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
             init_method=me.rendezvous or "env://",
-            rank=world_rank,
-            world_size=world_size,
+            rank=me.world_rank,
+            world_size=me.world_size,
             timeout=timeout,
         )
     formed: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -179,9 +203,9 @@ def build(
         same = tuple(ranks)
         if same not in formed:
             formed[same] = dist.new_group(ranks, timeout=timeout)
-        if world_rank in ranks:
+        if me.world_rank in ranks:
             groups[name] = formed[same]
-    return Mesh(parallel, world_rank, where, groups, owns_world)
+    return groups, owns_world
 
 
 def _asked(parallel: Parallel) -> str:

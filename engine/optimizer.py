@@ -146,13 +146,14 @@ class Optimizer:
             if slot.name not in self._arrived:
                 self.gradients_N[slot.start : slot.stop].zero_()
         self._arrived.clear()
-        for run in self.runs:
-            if (group := self.mesh.group(run.kind.partial)) is not None:
-                dist.all_reduce(self.gradients_N[run.start : run.stop], group=group)
-        if self.shards > 1:
-            reduce_scatter_flat(self.gradients_S, self.gradients_N, group=self.group)
-        elif self.group is not None:
-            dist.all_reduce(self.gradients_N, group=self.group)
+        with self.mesh.exchange():
+            for run in self.runs:
+                if (group := self.mesh.group(run.kind.partial)) is not None:
+                    dist.all_reduce(self.gradients_N[run.start : run.stop], group=group)
+            if self.shards > 1:
+                reduce_scatter_flat(self.gradients_S, self.gradients_N, group=self.group)
+            elif self.group is not None:
+                dist.all_reduce(self.gradients_N, group=self.group)
         return self._norm()
 
     def _norm(self) -> float:
@@ -162,11 +163,13 @@ class Optimizer:
             if run.kind.copy > 0:
                 continue
             total += square_sum(self.gradients_S[run.within(self.own)])
-        if (model := self.mesh.group("model")) is not None:
-            dist.all_reduce(total, group=model)
-        if self.shards > 1:
-            dist.all_reduce(total, group=self.group)
-        return float(total.sqrt())
+        with self.mesh.exchange():
+            if (model := self.mesh.group("model")) is not None:
+                dist.all_reduce(total, group=model)
+            if self.shards > 1:
+                dist.all_reduce(total, group=self.group)
+            # Here a host that is ahead of its device waits for it, and so for the other ranks.
+            return float(total.sqrt())
 
     def update(self, *, lr: float, norm: float) -> None:
         """Clip by `norm`, which `sum_gradients` found, update this rank's share, and give every rank the weights."""
@@ -205,7 +208,8 @@ class Optimizer:
         if self.weights_S.data_ptr() != self.masters_S.data_ptr():
             self.weights_S.copy_(self.masters_S)
         if self.shards > 1:
-            all_gather_flat(self.weights_N, self.weights_S, group=self.group)
+            with self.mesh.exchange():
+                all_gather_flat(self.weights_N, self.weights_S, group=self.group)
 
     def pieces(self) -> Iterator[Piece]:
         """What this rank's share holds of each global parameter, cut into at most three boxes; padding left out."""

@@ -22,7 +22,8 @@ def together(mesh: Mesh) -> Iterator[None]:
         error = raised
     if mesh.parallel.ranks > 1:
         raised_anywhere = torch.tensor(int(error is not None), device=mesh.device)
-        dist.all_reduce(raised_anywhere)
+        with mesh.exchange():
+            dist.all_reduce(raised_anywhere)
         if error is None and raised_anywhere:
             raise LostContact(f"{raised_anywhere.item()} of {mesh.parallel.ranks} ranks failed")
     if error is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,24 +21,26 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from engine import checkpoint, lora, weights
-from engine.batch import IGNORE, Batch
+from engine.batch import Batch
 from engine.checkpoint import Facts
 from engine.config import RunConfig
 from engine.data.format import InvalidData
 from engine.data.loader import Loader
 from engine.data.prepare import Prepared, load_tokenizer, open_prepared, prepare, tokenizer_for
-from engine.events import CheckpointSaved, ErrorCode, Evaluated, Event, Finished, Log, Progress, Started, Step, Stopped
+from engine.events import CheckpointSaved, ErrorCode, Evaluated, Event, Finished, Log, Started, Step, Stopped
 from engine.export import export
 from engine.failure import RunFailure
 from engine.mesh import Mesh, build
 from engine.model import Decoder
 from engine.optimizer import Optimizer
 from engine.placement import placement_of
-from engine.plan.flops import model_flops
+from engine.progress import Reporter
+from engine.rates import rates
 from engine.schedule import learning_rate
 from engine.stop import StopWish
 from engine.together import together
 from engine.tokenizer import Tokenizer
+from engine.whereabouts import Whereabouts
 
 Emit = Callable[[Event], None]
 
@@ -46,18 +48,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHECKPOINTS = "checkpoints"
 PATIENCE = timedelta(days=1)
 """How long ranks wait for one another: one tokenises for all, and their launcher ends those whose peer is gone."""
-PROGRESS_SECONDS = 0.5
-"""Least time between two progress events of a phase, its last aside."""
 
 
-def train(run: RunConfig, run_dir: Path, emit: Emit, wish: StopWish) -> None:
-    """Do all of `run`, and emit how it goes, up to `finished` or `stopped`.
+def train(run: RunConfig, run_dir: Path, emit: Emit, wish: StopWish, whereabouts: Whereabouts | None = None) -> None:
+    """Do all of `run`, and emit how it goes, up to `finished` or `stopped`; tell `whereabouts` where this rank is.
 
     Raises Stop where it is told to stop and has nothing to save, RunFailure or another error where it can't go on.
     """
     with blame("invalid_model"):
-        mesh = build(run.parallel, run.device, timeout=PATIENCE)
-    report = Reporter(emit)
+        mesh = build(run.parallel, run.device, timeout=PATIENCE, whereabouts=whereabouts)
+    report = Reporter(emit, mesh.stopwatch.whereabouts)
     tokenizer, prepared = ready_data(run, run_dir, mesh, report)
     report("model", 0, 1, "models")
     with blame("invalid_model"):
@@ -144,6 +144,7 @@ class Work:
     ) -> None:
         self.run, self.run_dir, self.mesh, self.emit, self.wish = run, run_dir, mesh, emit, wish
         self.tokenizer, self.prepared, self.decoder = tokenizer, prepared, decoder
+        self.stopwatch = mesh.stopwatch
         training = run.training
         self.optimizer = Optimizer(
             decoder.named_parameters(), mesh, training=training, shard=run.parallel.shard_optimizer
@@ -209,14 +210,16 @@ class Work:
     def all_steps(self) -> bool:
         """Take the steps that are left, validate and save in between; False where told to stop before the last."""
         training = self.run.training
+        self.stopwatch.lap()
         while self.step < self.total_steps:
-            begun = time.perf_counter()
-            batches = self.loader.step(self.step)
+            self.stopwatch.whereabouts.go_on("step", step=self.step + 1)
+            with self.stopwatch.span("data"):
+                batches = self.loader.step(self.step)
             agreed = self.agree(batches)
             if agreed.stop:
                 self.save()
                 return False
-            self.take_step(batches, agreed, begun)
+            self.take_step(batches, agreed)
             if is_due(self.step, training.eval_every, self.total_steps):
                 self.validate()
             if is_due(self.step, training.checkpoint_every, self.total_steps):
@@ -227,36 +230,41 @@ class Work:
         """Add up over all ranks what each must know before the step; one small exchange."""
         # Ranks that differ along other axes than data hold the same labels.
         counts = all(self.mesh.rank(axis) == 0 for axis in ("tensor", "context", "pipeline"))
-        labels = sum(int((batch.labels_BT != IGNORE).sum()) for batch in batches) if counts else 0
+        labels = sum(batch.num_labels or 0 for batch in batches) if counts else 0
         ranks = self.run.parallel.ranks
         facts = torch.zeros(2 + ranks, dtype=torch.int64)
         facts[0], facts[1] = labels, int(self.wish.wanted)
         facts[2 + self.mesh.world_rank] = memory_bytes(self.mesh.device)
         if ranks > 1:
-            facts = facts.to(self.mesh.device)
-            dist.all_reduce(facts)
+            # On the host, so that nobody waits for a device that is still at the last update.
+            with self.mesh.exchange():
+                dist.all_reduce(facts)
         labels, wishes, *memory = facts.tolist()
         return Agreed(labels, wishes > 0, max(memory))
 
-    def take_step(self, batches: list[Batch], agreed: Agreed, begun: float) -> None:
+    def take_step(self, batches: list[Batch], agreed: Agreed) -> None:
         """Train on one global batch."""
         number = self.step + 1
         lr = learning_rate(number, total_steps=self.total_steps, training=self.run.training)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for batch in batches:
+        for batch in self.stopwatch.whereabouts.through(batches):
             parts = self.decoder.loss(batch)
             # The mean over all labels of the step, wherever they are: never a mean of means.
             (parts.loss_sum / max(1, agreed.labels)).backward()  # type: ignore[no-untyped-call]
             loss_sum += parts.loss_sum.detach()
         norm = self.optimizer.sum_gradients()
-        loss = self._over_data(loss_sum).item() / max(1, agreed.labels)
+        # The norm had the host wait for the device, so that the time of all before it can be read.
+        spent = self.stopwatch.lap()
+        loss, *times = self._over_ranks(loss_sum[None], list(spent.values()))
+        loss = loss / max(1, agreed.labels)
         if not isfinite(loss):
             raise non_finite(number, f"the loss is {loss}")
         if not isfinite(norm):
             raise non_finite(number, f"the gradient's norm is {norm}")
         self.optimizer.update(lr=lr, norm=norm)
-        seconds = time.perf_counter() - begun
-        tokens = self.loader.tokens(self.step)
+        parts_of_time = {part: time / self.run.parallel.ranks for part, time in zip(spent, times, strict=True)}
+        tokens, pairs = self.loader.tokens(self.step), self.loader.pairs(self.step)
+        speed = rates(self.run, self.decoder.shape, tokens=tokens, pairs=pairs, parts=parts_of_time)
         self.step, self.tokens = number, self.tokens + tokens
         self.emit(
             Step(
@@ -265,26 +273,31 @@ class Work:
                 lr=lr,
                 grad_norm=norm,
                 tokens=self.tokens,
-                tokens_per_second=tokens / seconds,
-                step_seconds=seconds,
-                mfu=self._utilisation(number - 1, tokens, seconds),
+                tokens_per_second=speed.tokens_per_second,
+                step_seconds=sum(parts_of_time.values()),
+                mfu=speed.mfu,
+                hfu=speed.hfu,
                 memory_bytes=agreed.memory_bytes,
+                **{f"{part}_seconds": seconds for part, seconds in parts_of_time.items()},
             )
         )
 
     def validate(self) -> None:
         """Emit the loss over all validation rows, where there are any."""
-        if self.prepared.validation is None:
-            return
+        if self.prepared.validation is not None:
+            with self.stopwatch.span("evaluation"):
+                self._validate()
+
+    def _validate(self) -> None:
         loader = self._loader(validation=True)
         sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         self.decoder.eval()
         with torch.no_grad():
-            for batch in loader.sweep():
+            for batch in self.stopwatch.whereabouts.through(loader.sweep()):
                 parts = self.decoder.loss(batch)
                 sums += torch.stack([part.double() for part in (parts.loss_sum, parts.label_count, parts.correct)])
         self.decoder.train()
-        loss_sum, labels, correct = self._over_data(sums).tolist()
+        loss_sum, labels, correct = self._over_ranks(sums)
         labels = max(1, int(labels))
         if not isfinite(loss := loss_sum / labels):
             raise non_finite(self.step, f"the validation loss is {loss}")
@@ -295,13 +308,14 @@ class Work:
         if self.step == self.wish.safe_step:
             return
         begun = time.perf_counter()
-        saved = checkpoint.save(
-            self.run_dir / CHECKPOINTS,
-            self.optimizer,
-            Facts(self.step, self.tokens, self.loader.taken(self.step), self.run.training.seed, self.base),
-            keep=self.run.training.keep_checkpoints,
-            beside=lambda folder: self.tokenizer.save(folder / "tokenizer"),
-        )
+        with self.stopwatch.span("checkpoint"):
+            saved = checkpoint.save(
+                self.run_dir / CHECKPOINTS,
+                self.optimizer,
+                Facts(self.step, self.tokens, self.loader.taken(self.step), self.run.training.seed, self.base),
+                keep=self.run.training.keep_checkpoints,
+                beside=lambda folder: self.tokenizer.save(folder / "tokenizer"),
+            )
         self.wish.safe_step = self.step
         self.emit(
             CheckpointSaved(
@@ -326,32 +340,15 @@ class Work:
             device=self.mesh.device,
         )
 
-    def _over_data(self, sums: torch.Tensor) -> torch.Tensor:
-        """The sum over data ranks; ranks along other axes have the same already."""
-        if (group := self.mesh.group("replicas")) is not None:
-            dist.all_reduce(sums, group=group)
-        return sums
-
-    def _utilisation(self, step_index: int, tokens: int, seconds: float) -> float | None:
-        if self.run.peak_flops_per_rank is None:
-            return None
-        flops = model_flops(self.decoder.shape, tokens=tokens, pairs=self.loader.pairs(step_index), lora=self.run.lora)
-        return flops / (seconds * self.run.parallel.ranks * self.run.peak_flops_per_rank)
-
-
-class Reporter:
-    """Turns calls of long work into progress events, a few a second."""
-
-    def __init__(self, emit: Emit) -> None:
-        self.emit = emit
-        self._last: dict[str, float] = {}
-
-    def __call__(self, phase: str, done: int, total: int, unit: str) -> None:
-        now = time.monotonic()
-        if done < total and now - self._last.get(phase, -PROGRESS_SECONDS) < PROGRESS_SECONDS:
-            return
-        self._last[phase] = now
-        self.emit(Progress(phase=phase, done=done, total=total, unit=unit))
+    def _over_ranks(self, sums: torch.Tensor, own: Sequence[float] = ()) -> list[float]:
+        """Sums over labels (fp64), wherever those are, and then those of numbers that each rank has of its own."""
+        # Of ranks that share a model, those of the last stage have the loss, each tensor rank the same.
+        counts = self.mesh.rank("tensor") == 0 and self.mesh.rank("pipeline") == self.mesh.size("pipeline") - 1
+        both = torch.cat([sums if counts else torch.zeros_like(sums), sums.new_tensor(own)])
+        with self.mesh.exchange():
+            if self.run.parallel.ranks > 1:
+                dist.all_reduce(both)
+            return both.tolist()
 
 
 @contextmanager

@@ -176,7 +176,14 @@ def get_metrics(
     to_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
     max_points: Annotated[int, Query(ge=2, le=10_000, description="Points in each series.")] = 500,
 ) -> MetricsOut:
-    """Get numbers over steps, thinned on the server: first, last and extremes stay."""
+    """Get numbers over steps, thinned on the server: first, last and extremes stay.
+
+    Of each step: `loss`, `lr`, `grad_norm`, `tokens`, `tokens_per_second`, `step_seconds`, `memory_bytes`; `mfu` and
+    `hfu` where the device's peak is known; and what `step_seconds` went to, as means over ranks that add up to it:
+    `compute_seconds`, `communication_seconds` (waited for, not hidden behind compute), `bubble_seconds` (of the
+    pipeline), `data_seconds`, and what followed the step before, `evaluation_seconds` and `checkpoint_seconds`. Of each
+    validation: `validation_loss` and `validation_token_accuracy`.
+    """
     job = jobs.get(session, owner, job_id)
     wanted = [name for given in names or [] for name in given.split(",") if name]
     found = metrics.series(session, job.id, names=wanted, from_step=from_step, to_step=to_step, max_points=max_points)

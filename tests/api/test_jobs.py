@@ -20,7 +20,8 @@ def test_a_job_can_be_read_as_soon_as_its_id_is_known(http):
     assert (job["attempt"], job["slots"], job["error"], job["model"], job["artifacts"]) == (0, 1, None, None, [])
     assert set(job) >= {"created_at", "started_at", "finished_at", "plan"}
     assert set(job["progress"]) >= {
-        "step", "total_steps", "tokens", "percent", "eta_seconds", "tokens_per_second", "mfu", "loss",
+        "step", "total_steps", "tokens", "percent", "eta_seconds", "tokens_per_second", "mfu", "hfu",
+        "loss",
     }  # fmt: skip
     assert set(job["queue"]) == {"position", "reason", "estimated_start"}
 

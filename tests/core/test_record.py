@@ -55,6 +55,7 @@ def test_each_number_of_a_step_becomes_a_metric_under_its_own_name(session: Sess
     jobs.record(
         session, job.id, fence=1, events=[make.step(1, loss=2.5, mfu=0.5, memory_bytes=7), evaluated(2, 1, 3.5)]
     )
+    # An engine that does not tell where the time went has no points of it.
     assert metrics.series(session, job.id) == {
         "grad_norm": [(1, 1.0)],
         "loss": [(1, 2.5)],
@@ -68,6 +69,15 @@ def test_each_number_of_a_step_becomes_a_metric_under_its_own_name(session: Sess
         "validation_token_accuracy": [(1, 0.25)],
     }
     assert metrics.names(session, job.id) == sorted(metrics.series(session, job.id))
+
+
+def test_where_a_steps_time_went_becomes_metrics(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    parts = ("compute", "communication", "bubble", "data", "evaluation", "checkpoint")
+    told = {f"{part}_seconds": float(number) for number, part in enumerate(parts)}
+    jobs.record(session, job.id, fence=1, events=[make.step(1, hfu=0.75, **told)])
+    kept = metrics.series(session, job.id, names=["hfu", *told])
+    assert kept == {"hfu": [(1, 0.75)]} | {name: [(1, value)] for name, value in told.items()}
 
 
 def test_progress_tells_how_far_how_fast_and_how_long_yet(session: Session) -> None:
