@@ -1,11 +1,12 @@
 """Grouped-query attention over packed documents, within a window or without; heads are shared over the tensor axis.
 
-B rows, T tokens, S tokens of this rank, K keys in sight, D features, H heads and G key-value heads of this rank,
-R width of a head, E outputs of this rank.
+B rows, T tokens, S tokens of this rank, Q queries and K keys of one view, D features, H heads and G key-value heads of
+this rank, R width of a head, E outputs of this rank. T are those of this context rank; a row has W in all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -16,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.comm import TensorAxis
 from engine.config import ModelShape
+from engine.context import ContextAxis, share
 from engine.dropout import Draw
 from engine.ledger import Ledger
 from engine.linear import ColumnLinear, RowLinear, columns
@@ -47,34 +49,66 @@ class Cache:
 
 
 @dataclass(frozen=True)
+class View:
+    """A run of queries, and the run of keys that has all they see."""
+
+    queries: range
+    """Places in the row."""
+    keys: range
+    """Places in the row. They end where the queries do."""
+    mask_B1QK: Tensor | None = None
+    """Added to the scores: 0 where a query may look, minus infinity elsewhere. None: at itself and all before it."""
+
+
+@dataclass(frozen=True)
 class Frame:
     """What all layers of one pass share: where the tokens stand, and which tokens they see."""
 
     angles: tuple[Tensor, Tensor]
     """Cosines and sines of the rotary positions, each B T 1 R/2."""
-    sees_B1TK: Tensor | None = None
-    """True where a token may look. None: at itself and everything before it."""
+    views: tuple[View, ...]
+    """What the queries see, run after run of them, in order."""
+    context: ContextAxis | None = None
+    """Ranks that have the other tokens of the rows; None: each has all of them."""
     draw: Draw | None = None
     """What dropout masks are drawn from; None: no dropout."""
     cache: Cache | None = None
     """Earlier tokens, when generating."""
 
 
-def sight(
-    tokens: int, device: torch.device, *, past: int = 0, window: int | None = None, documents_BT: Tensor | None = None
-) -> Tensor | None:
-    """bool B or 1, 1 T K: what `tokens` after `past` others see; None where that is themselves and all before them.
+def views(
+    runs: Sequence[range],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    window: int | None = None,
+    documents_BW: Tensor | None = None,
+) -> tuple[View, ...]:
+    """What each run of queries sees: itself and what stands before it in the row.
 
-    With a `window` those are its last tokens, the token itself among them; with `documents_BT`, its own document's.
+    With a `window` that is its last tokens, the token itself among them; with `documents_BW`, its own document's.
     """
-    if not past and documents_BT is None and (window is None or window >= tokens):
-        return None
-    sees_TK = torch.ones(tokens, past + tokens, dtype=torch.bool, device=device).tril(past)
+    return tuple(_view(run, dtype, device, window, documents_BW) for run in runs)
+
+
+def _view(
+    queries: range, dtype: torch.dtype, device: torch.device, window: int | None, documents_BW: Tensor | None
+) -> View:
+    first = 0 if window is None else max(0, queries.start - window + 1)
+    keys = range(first, queries.stop)
+    if documents_BW is None and queries == keys and (window is None or window >= len(queries)):
+        return View(queries, keys)
+    past = queries.start - first
+    sees_B1QK = torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool, device=device).tril(past)
     if window is not None:
-        sees_TK = sees_TK.triu(past - window + 1)
-    if documents_BT is None:
-        return sees_TK[None, None]
-    return (documents_BT[:, :, None] == documents_BT[:, None, :]).logical_and_(sees_TK).unsqueeze(1)
+        sees_B1QK = sees_B1QK.triu(past - window + 1)
+    if documents_BW is not None:
+        query_B1Q1 = documents_BW[:, None, queries.start : queries.stop, None]
+        key_B11K = documents_BW[:, None, None, keys.start : keys.stop]
+        sees_B1QK = sees_B1QK & (query_B1Q1 == key_B11K)
+    # As the kernels want it, made once: of booleans each layer would make, and keep, numbers of its own.
+    mask_B1QK = torch.zeros(sees_B1QK.shape, dtype=dtype, device=device)
+    return View(queries, keys, mask_B1QK.masked_fill_(~sees_B1QK, float("-inf")))
 
 
 class Attention(nn.Module):
@@ -92,6 +126,8 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer, self.head_dim, self.ledger = layer, shape.head_dim, ledger
+        # Other context ranks' keys and values are gone by backward, be it with all that the core saves.
+        self.sparing = not ledger.operations & {"attention_core", "layer"}
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         bias = shape.attention_bias != "none"
         self.q_proj = ColumnLinear(shape.hidden_size, heads, axis, bias=bias, dtype=dtype, device=device)
@@ -119,19 +155,37 @@ class Attention(nn.Module):
         q, k = made(rotate, q, frame.angles), made(rotate, k, frame.angles)
         if frame.cache is not None:
             k, v = frame.cache.extend(self.layer, k, v)
-        mixed_BTE = self.ledger.region("attention_core", core, q, k, v, frame.sees_B1TK)
+        mixed_BTE = self.ledger.region("attention_core", mix, q, k, v, frame, self.sparing)
         return cast(Tensor, self.o_proj(mixed_BTE, frame.draw))
 
 
-def core(q_BTHR: Tensor, k_BKGR: Tensor, v_BKGR: Tensor, sees_B1TK: Tensor | None) -> Tensor:
-    """softmax(Q K^T / sqrt(R)) V, heads side by side: B T (H R). Without `sees_B1TK` it is causal, and T equals K."""
-    q_BHTR, k_BGKR, v_BGKR = (x.transpose(1, 2) for x in (q_BTHR, k_BKGR, v_BKGR))
-    groups = q_BHTR.shape[1] // k_BGKR.shape[1]
-    if groups > 1 and sees_B1TK is not None and q_BHTR.is_cuda:
+def mix(q_BTHR: Tensor, k_BTGR: Tensor, v_BTGR: Tensor, frame: Frame, sparing: bool) -> Tensor:
+    """The core for each view of `frame`, whatever rank has the keys: B T (H R). `sparing` is `context.share`'s."""
+
+    def each_view(k_BWGR: Tensor, v_BWGR: Tensor) -> list[Tensor]:
+        parts, at = [], 0
+        for view in frame.views:
+            keys = slice(view.keys.start, view.keys.stop)
+            q_BQHR = q_BTHR[:, at : at + len(view.queries)]
+            parts.append(core(q_BQHR, k_BWGR[:, keys], v_BWGR[:, keys], view.mask_B1QK))
+            at += len(view.queries)
+        return parts
+
+    if frame.context is None:
+        (mixed_BTE,) = each_view(k_BTGR, v_BTGR)
+        return mixed_BTE
+    return share(each_view, k_BTGR, v_BTGR, frame.context, sparing=sparing)
+
+
+def core(q_BQHR: Tensor, k_BKGR: Tensor, v_BKGR: Tensor, mask_B1QK: Tensor | None) -> Tensor:
+    """softmax(Q K^T / sqrt(R)) V, heads side by side: B Q (H R). Without `mask_B1QK` it is causal, and Q equals K."""
+    q_BHQR, k_BGKR, v_BGKR = (x.transpose(1, 2) for x in (q_BQHR, k_BKGR, v_BKGR))
+    groups = q_BHQR.shape[1] // k_BGKR.shape[1]
+    if groups > 1 and mask_B1QK is not None and q_BHQR.is_cuda:
         # The CUDA kernel that takes a mask knows no groups, and torch would fall back to whole score matrices.
         k_BGKR, v_BGKR = (x.repeat_interleave(groups, dim=1) for x in (k_BGKR, v_BGKR))
         groups = 1
-    mixed_BHTR = scaled_dot_product_attention(
-        q_BHTR, k_BGKR, v_BGKR, attn_mask=sees_B1TK, is_causal=sees_B1TK is None, enable_gqa=groups > 1
+    mixed_BHQR = scaled_dot_product_attention(
+        q_BHQR, k_BGKR, v_BGKR, attn_mask=mask_B1QK, is_causal=mask_B1QK is None, enable_gqa=groups > 1
     )
-    return mixed_BHTR.transpose(1, 2).flatten(2)
+    return mixed_BHQR.transpose(1, 2).flatten(2)

@@ -33,6 +33,15 @@ class Batch:
     step: int = 0
     """Optimizer step the batch belongs to, which dropout masks are derived from."""
 
+    def at(self, places_S: Tensor) -> Self:
+        """Of each row the tokens at `places_S`, int64."""
+        chosen: dict[str, Any] = {
+            field.name: x.index_select(1, places_S)
+            for field in fields(self)
+            if isinstance(x := getattr(self, field.name), Tensor) and x.dim() == 2
+        }
+        return replace(self, **chosen, num_labels=None)
+
     def to(self, device: torch.device) -> Self:
         """The same batch on `device`."""
         moved = {field.name: getattr(self, field.name) for field in fields(self)}

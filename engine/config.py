@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import gcd, isfinite
+from math import gcd, isfinite, lcm
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -198,8 +198,8 @@ class Parallel(Part):
     """Stages per pipeline rank: more of them idle less and say more to one another (Narayanan et al. 2021)."""
     stages: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Layers of each of the `pipeline` x `virtual` stages; None gives all stages as equal work as can be."""
-    context: int = Field(1, ge=1, le=1)
-    """Ranks that share one sequence in attention. More than one is not available yet."""
+    context: int = Field(1, ge=1)
+    """Ranks that share each row's tokens; `data.seq_len` must be a multiple of twice as many."""
     data: int = Field(1, ge=1)
     """Replicas that each take a share of the global batch."""
     shard_optimizer: bool = True
@@ -219,12 +219,31 @@ class Parallel(Part):
             if size % self.tensor:
                 fits = gcd(self.tensor, *shared.values())
                 raise ValueError(f"parallel.tensor={self.tensor} must divide {name}={size}; try {fits}")
-        if self.sequence and seq_len % self.tensor:
-            raise ValueError(
-                f"parallel.sequence splits seq_len={seq_len} over tensor={self.tensor} ranks, which must divide it; "
-                f"try seq_len={seq_len - seq_len % self.tensor or self.tensor}"
-            )
+        self.check_row(seq_len)
         self.check_stages(shape)
+
+    def check_row(self, seq_len: int) -> None:
+        """Raise ValueError, saying what would work, where rows of `seq_len` tokens can't be shared out this way."""
+        if seq_len % self.row_unit:
+            below, above = seq_len - seq_len % self.row_unit, seq_len + -seq_len % self.row_unit
+            raise ValueError(
+                f"{self._who_shares_rows()}, so seq_len={seq_len} must be a multiple of {self.row_unit}; "
+                f"try seq_len={below or above}"
+            )
+
+    @property
+    def row_unit(self) -> int:
+        """What a row's tokens must be a multiple of."""
+        between = self.tensor if self.sequence else 1
+        # A context rank has two chunks of a row, one from either side of its middle.
+        return between if self.context == 1 else self.context * lcm(2, between)
+
+    def _who_shares_rows(self) -> str:
+        by_tensor = f"parallel.sequence shares each row's tokens among tensor={self.tensor} ranks"
+        by_context = f"parallel.context={self.context} cuts each row into {2 * self.context} chunks"
+        if self.context == 1:
+            return by_tensor
+        return f"{by_context} and {by_tensor}" if self.sequence and self.tensor > 1 else by_context
 
     def check_stages(self, shape: ModelShape) -> None:
         """Raise ValueError, saying what would work, where the layers of `shape` can't be shared out to the stages."""
@@ -424,6 +443,7 @@ class RunConfig(Part):
         if self.tokenizer.type == "base" and self.base is None:
             raise ValueError('tokenizer.type "base" needs a base')
         self.training.check(self.parallel)
+        self.parallel.check_row(self.data.seq_len)
         if self.model is not None:
             self.check_shape(self.model)
         return self

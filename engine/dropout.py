@@ -2,7 +2,7 @@
 
 Nothing is saved for the backward pass and no random state has to be replayed: the mask is computed again.
 
-B rows, S tokens of this rank, F features of this rank.
+B rows, T tokens that the matrices see, S tokens of this rank, N tokens of either, F features of this rank.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ class Draw:
     step: int
     rows_B: Tensor
     """int64 place of each row within the step's global batch."""
-    first_token: int
-    """Place in its row of the first token that this rank holds between the matrices."""
+    tokens_T: Tensor
+    """int64 place in its row of each token that the matrices see."""
+    tokens_S: Tensor
+    """int64 place in its row of each token that this rank holds between the matrices."""
 
 
-def dropout(x_BSF: Tensor, rate: float, draw: Draw, *, stream: str, first_token: int, first_feature: int) -> Tensor:
+def dropout(x_BNF: Tensor, rate: float, draw: Draw, *, stream: str, tokens_N: Tensor, first_feature: int) -> Tensor:
     """Zero each element with probability `rate` and scale the rest by 1 / (1 - rate).
 
-    `stream` names the place in the model; `first_token` and `first_feature` say where the local piece lies.
+    `stream` names the place in the model; `tokens_N`, one of the two of `draw`, and `first_feature` say where the local
+    piece lies.
     """
-    masked_BSF = _Dropout.apply(x_BSF, rate, draw, stream, first_token, first_feature)  # type: ignore[no-untyped-call]
-    return cast(Tensor, masked_BSF)
+    masked_BNF = _Dropout.apply(x_BNF, rate, draw, stream, tokens_N, first_feature)  # type: ignore[no-untyped-call]
+    return cast(Tensor, masked_BNF)
 
 
 class _Dropout(torch.autograd.Function):
@@ -43,27 +46,26 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_BSF: Tensor, rate: float, draw: Draw, stream: str, first_token: int, first_feature: int
+        ctx: Any, x_BNF: Tensor, rate: float, draw: Draw, stream: str, tokens_N: Tensor, first_feature: int
     ) -> Tensor:
-        ctx.place = (rate, draw, stream, first_token, first_feature)
-        return x_BSF * _mask(x_BSF, *ctx.place)
+        ctx.place = (rate, draw, stream, tokens_N, first_feature)
+        return x_BNF * _mask(x_BNF, *ctx.place)
 
     @staticmethod
-    def backward(ctx: Any, grad_BSF: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_BSF * _mask(grad_BSF, *ctx.place), None, None, None, None, None
+    def backward(ctx: Any, grad_BNF: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_BNF * _mask(grad_BNF, *ctx.place), None, None, None, None, None
 
 
-def _mask(x_BSF: Tensor, rate: float, draw: Draw, stream: str, first_token: int, first_feature: int) -> Tensor:
-    _, tokens, features = x_BSF.shape
+def _mask(x_BNF: Tensor, rate: float, draw: Draw, stream: str, tokens_N: Tensor, first_feature: int) -> Tensor:
+    features = x_BNF.shape[-1]
     key = hashlib.sha256(f"{draw.seed}/{draw.step}/{stream}".encode()).digest()
     token_key, feature_key = int.from_bytes(key[:4], "big"), int.from_bytes(key[4:8], "big")
-    device = x_BSF.device
-    token_S = torch.arange(first_token, first_token + tokens, device=device)
+    device = x_BNF.device
     feature_F = torch.arange(first_feature, first_feature + features, device=device)
-    word_BS = _mix(_mix(draw.rows_B.to(device)[:, None] ^ token_key) ^ token_S)
-    word_BSF = _mix(word_BS[..., None] ^ _mix(feature_F ^ feature_key))
-    kept = word_BSF >= int(rate * 2**32)
-    return kept.to(x_BSF.dtype).mul_(1 / (1 - rate))
+    word_BN = _mix(_mix(draw.rows_B.to(device)[:, None] ^ token_key) ^ tokens_N.to(device))
+    word_BNF = _mix(word_BN[..., None] ^ _mix(feature_F ^ feature_key))
+    kept = word_BNF >= int(rate * 2**32)
+    return kept.to(x_BNF.dtype).mul_(1 / (1 - rate))
 
 
 def _mix(word: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Adapter(nn.Module):
             masked = partial(
                 dropout,
                 stream=self.host_name,
-                first_token=draw.first_token if self.shares_outputs else 0,
+                tokens_N=draw.tokens_S if self.shares_outputs else draw.tokens_T,
                 first_feature=placement_of(self.lora_A.weight).start,
             )
             x = self.ledger.output("dropout", masked, x, self.rate, draw)

@@ -14,10 +14,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from engine.attention import Attention, Cache, Frame, sight
+from engine.attention import Attention, Cache, Frame, views
 from engine.batch import Batch
 from engine.comm import TensorAxis, gather_dim, start_gather_tokens
 from engine.config import ModelShape, Operation
+from engine.context import ContextAxis
 from engine.dropout import Draw
 from engine.ledger import Ledger
 from engine.linear import ColumnLinear, VocabEmbedding
@@ -103,8 +104,8 @@ class Decoder(nn.Module):
     ) -> None:
         """`recompute` are the operations to replay; `seed` None leaves matrices at zero, for weights to be loaded."""
         super().__init__()
-        mesh.parallel.check(shape, seq_len=mesh.parallel.tensor)
-        self.shape, self.mesh, self.axis = shape, mesh, TensorAxis.of(mesh)
+        mesh.parallel.check(shape, seq_len=mesh.parallel.row_unit)
+        self.shape, self.mesh, self.axis, self.context = shape, mesh, TensorAxis.of(mesh), ContextAxis.of(mesh)
         self.dtype, self.device, self.chunk_logits = dtype, mesh.device, chunk_logits
         self.ledger = Ledger(recompute)
         self.dropout_seed = 0
@@ -123,22 +124,31 @@ class Decoder(nn.Module):
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def loss(self, batch: Batch) -> LossParts:
-        """Summed loss of the batch's labels, the same on every tensor rank.
+        """Summed loss of the labels that this context rank has, the same on every tensor rank.
 
-        Raises ValueError where T can't be shared under sequence parallelism.
+        Raises ValueError where T can't be shared over the context axis, or under sequence parallelism.
         """
-        tokens = batch.tokens_BT.shape[1]
-        own = self.axis.tokens(tokens)
+        num_tokens = batch.tokens_BT.shape[1]
+        places_T = self.context.places(num_tokens, self.device)
+        between = self.axis.tokens(len(places_T))
+        own = batch if self.context.size == 1 else batch.at(places_T)
         rows_B = batch.rows_B
         if rows_B is None:
             rows_B = torch.arange(batch.tokens_BT.shape[0], device=self.device)
         frame = Frame(
-            angles=self._rope.angles(batch.positions_BT, self.dtype),
-            sees_B1TK=sight(tokens, self.device, window=self.shape.sliding_window, documents_BT=batch.documents_BT),
-            draw=Draw(self.dropout_seed, batch.step, rows_B, own.start) if self.training else None,
+            angles=self._rope.angles(own.positions_BT, self.dtype, furthest=batch.positions_BT.max()),
+            views=views(
+                self.context.runs(num_tokens),
+                self.dtype,
+                self.device,
+                window=self.shape.sliding_window,
+                documents_BW=batch.documents_BT,
+            ),
+            context=self.context if self.context.size > 1 else None,
+            draw=Draw(self.dropout_seed, batch.step, rows_B, places_T, places_T[between]) if self.training else None,
         )
-        hidden_BSD = self._hidden(batch.tokens_BT, frame)
-        return vocab_loss(hidden_BSD, self.output_weight, batch, self.axis, chunk_logits=self.chunk_logits)
+        hidden_BSD = self._hidden(own.tokens_BT, frame)
+        return vocab_loss(hidden_BSD, self.output_weight, own, self.axis, chunk_logits=self.chunk_logits)
 
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor, cache: Cache | None = None, *, last_only: bool = False) -> Tensor:
@@ -153,7 +163,7 @@ class Decoder(nn.Module):
         positions_BT = torch.arange(past, past + tokens, device=self.device).expand(rows, -1)
         frame = Frame(
             angles=self._rope.angles(positions_BT, self.dtype),
-            sees_B1TK=sight(tokens, self.device, past=past, window=self.shape.sliding_window),
+            views=views([range(past, past + tokens)], self.dtype, self.device, window=self.shape.sliding_window),
             cache=cache,
         )
         hidden_BSD = self._hidden(tokens_BT, frame)

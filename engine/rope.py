@@ -25,11 +25,18 @@ class Rope:
         frequencies, self.amplitude = FREQUENCIES[self.type](shape, self.scaling)
         self.frequencies_C = frequencies.to(device)
 
-    def angles(self, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each B T 1 C in `dtype`, at `positions_BT` (tokens, from 0)."""
+    def angles(
+        self, positions_BT: Tensor, dtype: torch.dtype, *, furthest: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each B T 1 C in `dtype`, at `positions_BT` (tokens, from 0).
+
+        `furthest` is the last position that there is, for who has only some; None: it is among these.
+        """
         frequencies_C = self.frequencies_C
         if self.type == "dynamic":
-            frequencies_C = _stretched(self.shape, float(self.scaling["factor"]), positions_BT.max() + 1)
+            frequencies_C = _stretched(
+                self.shape, float(self.scaling["factor"]), (positions_BT.max() if furthest is None else furthest) + 1
+            )
         turns_BT1C = (positions_BT[..., None].float() * frequencies_C).unsqueeze(2)
         cos_BT1C, sin_BT1C = turns_BT1C.cos() * self.amplitude, turns_BT1C.sin() * self.amplitude
         return cos_BT1C.to(dtype), sin_BT1C.to(dtype)

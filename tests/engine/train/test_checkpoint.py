@@ -22,6 +22,7 @@ LAYOUTS = {
     "one": Parallel(),
     "tensor": Parallel(tensor=2),
     "data": Parallel(data=2),
+    "context": Parallel(context=2),
     "data-not-sharded": Parallel(data=2, shard_optimizer=False),
 }
 CPU = torch.device("cpu")

@@ -170,6 +170,9 @@ TELLING = [
     Layout(4, "text", {"tensor": 4, "sequence": True}, "full"),
     Layout(4, "a real vocabulary", {"tensor": 4}, "selective"),
     Layout(4, "packed answers", {"tensor": 2, "sequence": True, "data": 2}, "selective"),
+    Layout(2, "text", {"context": 2}),
+    Layout(4, "packed answers", {"context": 2, "data": 2}, "full", micro_batch=2),
+    Layout(4, "untied", {"context": 2, "tensor": 2, "sequence": True}, "selective"),
 ]
 """Each axis, and the products that have met trouble elsewhere."""
 

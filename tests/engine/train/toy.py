@@ -64,11 +64,11 @@ def backward(parameters, whole):
 
 
 def train(mesh, steps, **options):
-    """Our optimizer on this rank; each data rank has one part of the gradient, a lone one accumulates both."""
+    """Our optimizer on this rank; each replica has one part of the gradient, a lone one accumulates both."""
     parameters, optimizer = ours(mesh, **options)
     norms = []
     for step in range(steps):
-        for part in range(2) if mesh.size("data") == 1 else [mesh.rank("data")]:
+        for part in range(2) if mesh.size("replicas") == 1 else [mesh.rank("replicas")]:
             backward(parameters, gradients(step, part))
         norms.append(optimizer.sum_gradients())
         optimizer.update(lr=TRAINING.lr, norm=norms[-1])
