@@ -63,7 +63,7 @@ def a_run(run_dir: Path, run: RunConfig) -> Told:
             if len(steps) == 1:
                 firsts.extend(held(work.optimizer))
 
-    tokenizer, prepared = ready_data(run, run_dir, mesh, Reporter(lambda event: None))
+    tokenizer, prepared = ready_data(run, run_dir, mesh, Reporter(lambda event: None, mesh.stopwatch.whereabouts))
     decoder = ready_model(run, run_dir, mesh, tokenizer)
     work = Work(run, run_dir, mesh, emit, StopWish(), tokenizer, prepared, decoder)
     assert work.all_steps()
