@@ -1,8 +1,9 @@
-"""Save and load what a run needs to go on, by global name, shape and offset: any layout loads what any other saved.
+"""What a run needs to go on, in files, by global name, shape and offset: any layout loads what any other saved.
 
 A checkpoint is a folder. Each rank writes the boxes that only it keeps, as safetensors; `index.json` says which box of
 which parameter each tensor is; `manifest.json` has the sha256 of every file. It is written under a temporary name,
-made durable, and renamed: what has the final name is whole, unless the disk lies, which the manifest shows.
+made durable, and renamed: what has the final name is whole, unless the disk lies, which the manifest shows. When all
+that happens is `engine.saving`'s business.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -58,47 +60,31 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A published checkpoint."""
+class Snapshot:
+    """What one rank has to save, as it was at one moment: training goes on without changing it."""
 
-    path: Path
-    bytes: int
+    facts: Facts
+    rank: int
+    tensors: list[tuple[str, Tensor]]
+    """On the host, by their name in the file."""
+    pieces: list[dict[str, Any]]
+    """Which box of which parameter each of them is, for the index."""
+    about: dict[str, Any]
+    """What the index says of the whole: the same on every rank."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.tensors)
 
 
-def save(
-    folder: Path,
-    optimizer: Optimizer,
-    facts: Facts,
-    *,
-    keep: int,
-    beside: Callable[[Path], None] = lambda path: None,
-) -> Saved:
-    """Publish `folder/step-NNNNNNNN`, then remove all but the newest `keep`. Every rank calls this together.
+def folder_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is published."""
+    return folder / f"step-{step:08d}"
 
-    `beside` adds files to the checkpoint, on rank 0, given its folder. Raises on every rank when one fails, and leaves
-    nothing under the final name then.
-    """
-    mesh = optimizer.mesh
-    path = folder / f"step-{facts.step:08d}"
-    unfinished = folder / f".{path.name}.unfinished"
-    try:
-        with together(mesh):
-            if mesh.world_rank == 0:
-                make_room(folder)
-                unfinished.mkdir()
-        with together(mesh):
-            write_pieces(unfinished, optimizer)
-        with together(mesh):
-            if mesh.world_rank == 0:
-                beside(unfinished)
-                write_index(unfinished, optimizer, facts)
-                publish(unfinished, path)
-                prune(folder, keep=keep)
-    except BaseException:
-        # A full disk must have room to say so.
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    return Saved(path, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+
+def unfinished(path: Path) -> Path:
+    """Where the checkpoint to be published as `path` is written."""
+    return path.with_name(f".{path.name}.unfinished")
 
 
 def make_room(folder: Path) -> None:
@@ -109,36 +95,59 @@ def make_room(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def write_pieces(path: Path, optimizer: Optimizer) -> None:
-    """Write this rank's boxes, and what they are into a note for rank 0."""
-    name = f"rank-{optimizer.mesh.world_rank:05d}"
-    tensors: list[tuple[str, Tensor]] = []
-    notes = []
+def take(optimizer: Optimizer, facts: Facts) -> Snapshot:
+    """Copy what this rank has to save to the host."""
+    names, pieces, tensors = [], [], []
     for piece in optimizer.pieces():
         if not piece.is_kept:
             continue
         for key, tensor in piece.tensors.items():
-            tensor_name = f"{key}/{piece.parameter}/{'-'.join(map(str, piece.box.offset))}"
-            tensors.append((tensor_name, tensor))
-            notes.append({"parameter": piece.parameter, "key": key, "tensor": tensor_name, **asdict(piece.box)})
-    file = f"{name}.safetensors"
-    sha256 = tensorfile.write(path / file, tensors)
-    note = {"file": file, "sha256": sha256, "pieces": notes, "shapes": shapes_of(optimizer)}
-    (path / f"{name}.note").write_text(json.dumps(note))
-
-
-def write_index(path: Path, optimizer: Optimizer, facts: Facts) -> None:
-    """Turn the ranks' notes into the index and the manifest, which goes last."""
-    notes = [json.loads(note.read_text()) for note in sorted(path.glob("*.note"))]
-    index = {
+            name = f"{key}/{piece.parameter}/{'-'.join(map(str, piece.box.offset))}"
+            names.append(name)
+            tensors.append(tensor)
+            pieces.append({"parameter": piece.parameter, "key": key, "tensor": name, **asdict(piece.box)})
+    about = {
         "format": FORMAT,
         **asdict(facts),
         "updates": optimizer.steps,
         "layout": optimizer.mesh.parallel.model_dump(),
-        "parameters": notes[0]["shapes"],
-        "pieces": [{**piece, "file": note["file"]} for note in notes for piece in note["pieces"]],
+        "parameters": shapes_of(optimizer),
     }
-    (path / INDEX).write_text(json.dumps(index))
+    copies = on_host(tensors)
+    return Snapshot(facts, optimizer.mesh.world_rank, list(zip(names, copies, strict=True)), pieces, about)
+
+
+def on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Copies on the host. What lies on a device is copied there and then, and the host waits for it once."""
+    copies, device = [], None
+    for tensor in tensors:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies.append(copy.copy_(tensor, non_blocking=tensor.is_cuda))
+        device = tensor.device
+    if device is not None and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def write(path: Path, snapshot: Snapshot) -> None:
+    """Write a rank's boxes, and what they are into a note for rank 0. Leaves neither where it fails."""
+    name = f"rank-{snapshot.rank:05d}"
+    file, note = path / f"{name}.safetensors", path / f"{name}.note"
+    try:
+        sha256 = tensorfile.write(file, snapshot.tensors)
+        note.write_text(json.dumps({"file": file.name, "sha256": sha256, "pieces": snapshot.pieces}))
+    except BaseException:
+        # A full disk must have room to say so.
+        for left in (file, note):
+            left.unlink(missing_ok=True)
+        raise
+
+
+def finish(path: Path, about: dict[str, Any]) -> None:
+    """Turn the ranks' notes into the index and the manifest, which goes last, and make all of it durable."""
+    notes = [json.loads(note.read_text()) for note in sorted(path.glob("*.note"))]
+    pieces = [{**piece, "file": note["file"]} for note in notes for piece in note["pieces"]]
+    (path / INDEX).write_text(json.dumps({**about, "pieces": pieces}))
     for note in path.glob("*.note"):
         note.unlink()
     known = {note["file"]: note["sha256"] for note in notes}
@@ -162,11 +171,18 @@ def write_index(path: Path, optimizer: Optimizer, facts: Facts) -> None:
     sync(path)
 
 
-def publish(unfinished: Path, path: Path) -> None:
+def size_of(path: Path) -> int:
+    """Bytes of all files of a checkpoint."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def publish(path: Path) -> None:
     """Give a whole checkpoint its final name; an earlier one of that name goes."""
-    remove(path)
-    unfinished.rename(path)
+    going = set_aside(path)
+    unfinished(path).rename(path)
     sync(path.parent)
+    if going is not None:
+        shutil.rmtree(going)
 
 
 def prune(folder: Path, *, keep: int) -> None:
@@ -178,11 +194,17 @@ def prune(folder: Path, *, keep: int) -> None:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint, so that what still has its name is whole at any moment."""
-    if path.exists():
-        going = path.with_name(f".{path.name}.going")
-        shutil.rmtree(going, ignore_errors=True)
-        path.rename(going)
+    if (going := set_aside(path)) is not None:
         shutil.rmtree(going)
+
+
+def set_aside(path: Path) -> Path | None:
+    """Take a checkpoint's name away; where it lies then, or None where there is none."""
+    if not path.exists():
+        return None
+    going = path.with_name(f".{path.name}.going")
+    shutil.rmtree(going, ignore_errors=True)
+    return path.rename(going)
 
 
 def load(path: Path, optimizer: Optimizer, *, base: str | None) -> Facts:

@@ -117,6 +117,9 @@ class CheckpointSaved(EventBase):
     """Relative to the run directory."""
     bytes: int
     seconds: float
+    """From the end of its step until it was published; training went on meanwhile."""
+    blocked_seconds: float | None = None
+    """Of them, those that training stood still; None from an engine that did not say."""
 
 
 class Log(EventBase):

@@ -36,6 +36,7 @@ from engine.optimizer import Optimizer
 from engine.placement import placement_of
 from engine.progress import Reporter
 from engine.rates import rates
+from engine.saving import Saved, Saver, Stage
 from engine.schedule import learning_rate
 from engine.stop import StopWish
 from engine.together import together
@@ -67,7 +68,9 @@ def train(run: RunConfig, run_dir: Path, emit: Emit, wish: StopWish, whereabouts
     work.resume()
     wish.note()
     work.announce()
-    if not work.all_steps():
+    with work.saver:
+        done = work.all_steps()
+    if not done:
         emit(Stopped(step=work.step))
     else:
         wish.heed()
@@ -126,6 +129,8 @@ class Agreed:
     """Some rank was told to stop."""
     memory_bytes: int
     """Held by the rank that holds most."""
+    saves: list[Stage]
+    """How far each rank is with the save under way."""
 
 
 class Work:
@@ -154,6 +159,13 @@ class Work:
         """Steps done."""
         self.tokens = 0
         """Trained on so far, padding left out."""
+        self.saver = Saver(
+            run_dir / CHECKPOINTS,
+            self.optimizer,
+            keep=training.keep_checkpoints,
+            beside=lambda folder: tokenizer.save(folder / "tokenizer"),
+            saved=self.tell_saved,
+        )
         # Adapters mean nothing without the very weights they were made on.
         self.base = checkpoint.fingerprint(run_dir / run.base) if run.lora is not None and run.base else None
 
@@ -216,14 +228,17 @@ class Work:
             with self.stopwatch.span("data"):
                 batches = self.loader.step(self.step)
             agreed = self.agree(batches)
+            self.saver.advance(agreed.saves)
             if agreed.stop:
                 self.save()
+                self.await_save()
                 return False
             self.take_step(batches, agreed)
             if is_due(self.step, training.eval_every, self.total_steps):
                 self.validate()
             if is_due(self.step, training.checkpoint_every, self.total_steps):
                 self.save()
+        self.await_save()
         return True
 
     def agree(self, batches: list[Batch]) -> Agreed:
@@ -232,15 +247,18 @@ class Work:
         counts = all(self.mesh.rank(axis) == 0 for axis in ("tensor", "context", "pipeline"))
         labels = sum(batch.num_labels or 0 for batch in batches) if counts else 0
         ranks = self.run.parallel.ranks
-        facts = torch.zeros(2 + ranks, dtype=torch.int64)
+        facts = torch.zeros(2 + 2 * ranks, dtype=torch.int64)
         facts[0], facts[1] = labels, int(self.wish.wanted)
-        facts[2 + self.mesh.world_rank] = memory_bytes(self.mesh.device)
+        # Each rank has a place of its own in these: a sum tells who said what.
+        memory, saves = facts[2 : 2 + ranks], facts[2 + ranks :]
+        memory[self.mesh.world_rank] = memory_bytes(self.mesh.device)
+        saves[self.mesh.world_rank] = self.saver.stage
         if ranks > 1:
             # On the host, so that nobody waits for a device that is still at the last update.
             with self.mesh.exchange():
                 dist.all_reduce(facts)
-        labels, wishes, *memory = facts.tolist()
-        return Agreed(labels, wishes > 0, max(memory))
+        labels, wishes = facts[:2].tolist()
+        return Agreed(labels, wishes > 0, int(memory.max()), [Stage(stage) for stage in saves.tolist()])
 
     def take_step(self, batches: list[Batch], agreed: Agreed) -> None:
         """Train on one global batch."""
@@ -304,25 +322,29 @@ class Work:
         self.emit(Evaluated(step=self.step, loss=loss, token_accuracy=correct / labels, tokens=labels))
 
     def save(self) -> None:
-        """Publish a checkpoint of this step, unless the run already has one to go on from."""
-        if self.step == self.wish.safe_step:
+        """Begin to save this step, unless the run already has a checkpoint of it, or will in a moment."""
+        if self.step in (self.wish.safe_step, self.saver.step):
             return
-        begun = time.perf_counter()
         with self.stopwatch.span("checkpoint"):
-            saved = checkpoint.save(
-                self.run_dir / CHECKPOINTS,
-                self.optimizer,
-                Facts(self.step, self.tokens, self.loader.taken(self.step), self.run.training.seed, self.base),
-                keep=self.run.training.keep_checkpoints,
-                beside=lambda folder: self.tokenizer.save(folder / "tokenizer"),
+            self.saver.begin(
+                Facts(self.step, self.tokens, self.loader.taken(self.step), self.run.training.seed, self.base)
             )
-        self.wish.safe_step = self.step
+
+    def await_save(self) -> None:
+        """Return once the save under way, if there is one, is published."""
+        with self.stopwatch.span("checkpoint"):
+            self.saver.wait()
+
+    def tell_saved(self, saved: Saved) -> None:
+        """A checkpoint is published: the run can go on from it."""
+        self.wish.safe_step = saved.facts.step
         self.emit(
             CheckpointSaved(
-                step=self.step,
+                step=saved.facts.step,
                 path=str(saved.path.relative_to(self.run_dir)),
-                bytes=saved.bytes,
-                seconds=time.perf_counter() - begun,
+                bytes=checkpoint.size_of(saved.path),
+                seconds=saved.seconds,
+                blocked_seconds=saved.blocked_seconds,
             )
         )
 

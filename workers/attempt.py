@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
 from datetime import timedelta
@@ -80,8 +80,8 @@ class Attempt:
         self.run_dir = tidy.run_dir(self.settings, job.id, job.attempt)
         self.last: Event | None = None
         """The run's last event, once it came."""
-        self.metrics: dict[str, Any] = {}
-        """The newest numbers, to go with a checkpoint."""
+        self.metrics: dict[int, dict[str, Any]] = {}
+        """The newest numbers as of each of the last steps, to go with its checkpoint."""
         self.asides: SimpleQueue[Log] = SimpleQueue()
         """What other threads want the user to know."""
         self.keep_logs_at = 0.0
@@ -214,13 +214,23 @@ class Attempt:
         """What a recorded event means for us. A checkpoint is published after the steps before it are in the table."""
         match event:
             case Step():
-                self.metrics |= {"loss": event.loss, "tokens": event.tokens}
+                self.add_metrics(event.step, {"loss": event.loss, "tokens": event.tokens})
             case Evaluated():
-                self.metrics |= {"validation_loss": event.loss, "validation_token_accuracy": event.token_accuracy}
+                numbers = {"validation_loss": event.loss, "validation_token_accuracy": event.token_accuracy}
+                self.add_metrics(event.step, numbers)
             case CheckpointSaved():
-                self.publisher.add(event.step, self.run_dir / event.path, dict(self.metrics))
+                self.publisher.add(event.step, self.run_dir / event.path, self.metrics.get(event.step, {}))
         if isinstance(event, LAST):
             self.last = event
+
+    def add_metrics(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Remember what is newest as of `step`, for as long as a checkpoint of it may still be told of."""
+        newest = next(reversed(self.metrics.values()), {})
+        self.metrics.pop(step, None)
+        self.metrics[step] = {**newest, **numbers}
+        # A checkpoint is written while training goes on, until the next one is due at the latest.
+        while len(self.metrics) > 1 + (self.config.training.checkpoint_every or 0):
+            del self.metrics[next(iter(self.metrics))]
 
     def publish(self, saved: Saved) -> None:
         """Upload a checkpoint and make it the one that the next attempt starts from. In the publisher's thread."""

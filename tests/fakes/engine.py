@@ -31,6 +31,7 @@ def main() -> int:
     start = int(Path(run["resume"]).name.split("-")[1]) if run.get("resume") else 0
     events.write("started", total_steps=training["steps"], start_step=start, ranks=options.ranks, parameters=1,
                  trainable_parameters=1, train_rows=1, train_tokens=1, vocab_size=260, device="cpu")  # fmt: skip
+    unsaid: int | None = None
     for step in range(start + 1, training["steps"] + 1):
         rest(options.step_seconds, options.heartbeat_timeout)
         if options.fail:
@@ -40,8 +41,12 @@ def main() -> int:
             end(-1)
         events.write("step", step=step, loss=1 / step, lr=0.1, grad_norm=1.0, tokens=step, tokens_per_second=1.0,
                      step_seconds=options.step_seconds)  # fmt: skip
-        if told or step % (training["checkpoint_every"] or training["steps"]) == 0:
-            save(run_dir, step, events)
+        # One that is due is written while the next step is taken.
+        if unsaid is not None:
+            save(run_dir, unsaid, events)
+        unsaid = step if told or step % (training["checkpoint_every"] or training["steps"]) == 0 else None
+        if unsaid is not None and (told or step == training["steps"]):
+            save(run_dir, unsaid, events)
         if told:
             events.write("stopped", step=step)
             return end(0)

@@ -111,6 +111,9 @@ def test_a_run_that_finishes_is_recorded_published_and_cleared_away(services: Se
     assert steps_of(services, job_id) == list(range(1, 21))
     assert checkpoints_of(services, job_id) == [10, 15, 20], "keep_checkpoints is 3"
     with services.db.reading() as session:
+        told = session.scalars(select(Checkpoint.metrics).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step))
+        assert [metrics["tokens"] for metrics in told] == [10, 15, 20], "of its step, whatever was told before it"
+    with services.db.reading() as session:
         paths = session.scalars(select(Artifact.path).where(Artifact.job_id == job_id).order_by(Artifact.path)).all()
     assert paths == ["manifest.json", "model/config.json", "model/model.safetensors"]
     assert_nothing_left(services, job_id)

@@ -15,7 +15,7 @@ from engine.checkpoint import BadCheckpoint, Facts
 from engine.config import Parallel
 from engine.failure import LostContact
 from engine.mesh import alone, build
-from tests.engine.train.toy import SHAPES, backward, gradients, ours, train
+from tests.engine.train.toy import SHAPES, backward, gradients, ours, save, train
 
 FACTS = Facts(step=3, tokens=96, rows=12, seed=7)
 LAYOUTS = {
@@ -52,7 +52,7 @@ def assemble(ranks):
 def train_and_save(parallel, folder):
     mesh = alone(CPU) if parallel.ranks == 1 else build(parallel)
     _, _, optimizer = train(mesh, 3, shard_optimizer=parallel.shard_optimizer)
-    checkpoint.save(folder, optimizer, FACTS, keep=3)
+    save(folder, optimizer, FACTS)
     mesh.close()
     return whole_state(optimizer)
 
@@ -85,7 +85,7 @@ def test_any_layout_loads_what_any_other_saved(world2, tmp_path, saved, loaded):
 
 def save_alone(folder, step=3, *, keep=3):
     _, _, optimizer = train(alone(CPU), 1)
-    return checkpoint.save(folder, optimizer, Facts(step, 0, 0, 0), keep=keep, beside=lambda path: None).path
+    return save(folder, optimizer, Facts(step, 0, 0, 0), keep=keep)
 
 
 def load_alone(path, *, base=None):
@@ -174,7 +174,7 @@ def test_every_file_and_folder_is_synced_before_a_checkpoint_has_its_name(tmp_pa
         (folder / "tokenizer" / "tokenizer.json").write_text("{}")
 
     _, _, optimizer = train(alone(CPU), 1)
-    path = checkpoint.save(tmp_path / "checkpoints", optimizer, FACTS, keep=1, beside=beside).path
+    path = save(tmp_path / "checkpoints", optimizer, FACTS, beside=beside)
     unfinished = path.with_name(f".{path.name}.unfinished")
     below = {str(unfinished / inner.relative_to(path)) for inner in path.rglob("*")}
     (before,) = published
@@ -196,7 +196,7 @@ def fail_on_rank_1(folder):
     if mesh.world_rank == 1:
         optimizer.pieces = lambda: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     try:
-        checkpoint.save(folder, optimizer, FACTS, keep=1)
+        save(folder, optimizer, FACTS)
     except (OSError, LostContact) as error:
         return type(error).__name__
     finally:
@@ -210,7 +210,7 @@ def test_when_one_rank_cannot_save_none_goes_on_and_nothing_is_left(world2, tmp_
 
 def test_a_run_goes_on_bitwise_from_a_checkpoint(tmp_path):
     straight, _, through = train(alone(CPU), 3)
-    checkpoint.save(tmp_path, through, FACTS, keep=1)
+    save(tmp_path, through, FACTS)
     resumed, optimizer = ours(alone(CPU))
     checkpoint.load(tmp_path / "step-00000003", optimizer, base=None)
     for parameters, which in ((straight, through), (resumed, optimizer)):

@@ -6,6 +6,7 @@ from torch.nn import Parameter
 from engine.config import Training
 from engine.optimizer import Optimizer
 from engine.placement import Placement, place, placement_of, shard
+from engine.saving import Saver
 
 TRAINING = Training(
     steps=5, global_batch=2, micro_batch=1, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, precision="fp32"
@@ -73,3 +74,12 @@ def train(mesh, steps, **options):
         norms.append(optimizer.sum_gradients())
         optimizer.update(lr=TRAINING.lr, norm=norms[-1])
     return parameters, norms, optimizer
+
+
+def save(folder, optimizer, facts, *, keep=3, beside=lambda folder: None):
+    """Publish a checkpoint and return where it lies."""
+    published = []
+    with Saver(folder, optimizer, keep=keep, beside=beside, saved=published.append) as saver:
+        saver.begin(facts)
+        saver.wait()
+    return published[0].path
