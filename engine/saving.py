@@ -51,7 +51,7 @@ class Saved:
     facts: Facts
     path: Path
     seconds: float
-    """From its step's end until it had its name."""
+    """From its step's end until it had its name, and older ones were gone."""
     blocked_seconds: float
     """Of them, those that training stood still."""
 
@@ -70,7 +70,7 @@ class Saving:
     publishing: Future[None] | None = None
     """On rank 0, once every rank has written."""
     published: float | None = None
-    """When rank 0 gave it its name, on the clock of `begun`."""
+    """When rank 0 was done, on the clock of `begun`."""
 
     @property
     def stage(self) -> Stage:
@@ -167,15 +167,15 @@ class Saver:
             self.beside(unfinished)
             checkpoint.finish(unfinished, saving.snapshot.about)
             checkpoint.publish(saving.path)
-            saving.published = time.perf_counter()
             checkpoint.prune(self.folder, keep=self.keep)
+            saving.published = time.perf_counter()
 
         saving.publishing = in_thread(publish, "checkpoint-publisher")
 
     def _conclude(self, saving: Saving) -> None:
         self.under_way = None
         seconds = (saving.published or time.perf_counter()) - saving.begun
-        self.saved(Saved(saving.snapshot.facts, saving.path, seconds, saving.blocked))
+        self.saved(Saved(saving.snapshot.facts, saving.path, seconds, min(seconds, saving.blocked)))
 
     def __enter__(self) -> Self:
         return self
