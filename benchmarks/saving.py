@@ -36,21 +36,22 @@ def main() -> None:
     work = torch.ones(2**24)
     alone_seconds = median(seconds_of(work) for _ in range(20))
     told: list[Saved] = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        with Saver(Path(folder), optimizer, keep=1, saved=told.append) as saver:
-            for step in range(options.rounds):
-                saver.begin(Facts(2 * step, 0, 0, 0))
-                saver.wait()
-                saver.begin(Facts(2 * step + 1, 0, 0, 0))
-                beside = []
-                while saver.under_way:
-                    beside.append(seconds_of(work))
-                    saver.advance([saver.stage])
-                slower = median(beside) / alone_seconds
-                waited, went_on = told[-2:]
-                say(f"waited for: training stands still for {waited.blocked_seconds:.2f} s of {waited.seconds:.2f} s")
-                say(f"in a thread: for {went_on.blocked_seconds:.3f} s of {went_on.seconds:.2f} s; "
-                    f"what runs beside it takes {slower:.2f} times as long")  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory(dir=options.folder) as folder,
+        Saver(Path(folder), optimizer, keep=1, saved=told.append) as saver,
+    ):
+        for step in range(options.rounds):
+            saver.begin(Facts(2 * step, 0, 0, 0))
+            saver.wait()
+            saver.begin(Facts(2 * step + 1, 0, 0, 0))
+            beside = []
+            while saver.under_way:
+                beside.append(seconds_of(work))
+                saver.advance([saver.stage])
+            waited, went_on = told[-2:]
+            say(f"waited for: training stands still for {waited.blocked_seconds:.2f} s of {waited.seconds:.2f} s")
+            say(f"in a thread: for {went_on.blocked_seconds:.3f} s of {went_on.seconds:.2f} s; what runs beside it "
+                f"takes {median(beside) / alone_seconds:.2f} times as long")  # fmt: skip
 
 
 def parse() -> argparse.Namespace:

@@ -35,7 +35,7 @@ def disk(monkeypatch):
 
 def one_more_step(parameters, optimizer):
     for part in range(2):
-        backward(parameters, gradients(9, part), optimizer.mesh)
+        backward(parameters, gradients(9, part))
     optimizer.update(lr=0.01, norm=optimizer.sum_gradients())
 
 
