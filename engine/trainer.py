@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
