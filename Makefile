@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Two cores and up to two ranks: a thread each, or they fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev demo serve test check format openapi lock clean
+.PHONY: help install dev demo serve test bench check format openapi lock clean
 
 help: ## Say what there is
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -50,6 +50,9 @@ serve: install ## All of it on this machine, in the foreground
 
 test: dev ## Everything, against real Valkey, PostgreSQL, Celery and ranks. ARGS=… goes to pytest
 	$(PYTEST) $(ARGS)
+
+bench: dev ## Training steps a second beside a plain transformers loop, 5 minutes; the machine should be idle
+	$(BIN)/python -m benchmarks.train_speed $(ARGS)
 
 check: dev ## Lint, format and types
 	$(BIN)/ruff check .
