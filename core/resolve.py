@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -281,22 +281,32 @@ class _Choice:
         return Parallel(tensor=tensor, sequence=self._sequence(tensor), data=gpus // tensor)
 
     def _as_said(self, ask: ParallelAsk, gpus: int | None) -> Parallel:
-        for name in ("pipeline", "virtual", "context"):
+        for name in ("pipeline", "virtual"):
             if getattr(ask, name) > 1:
-                _refuse(f"parallel.{name}", f"{name}={getattr(ask, name)} is not in this version; use tensor and data")
-        if gpus is not None and gpus % ask.tensor:
+                _refuse(
+                    f"parallel.{name}",
+                    f"{name}={getattr(ask, name)} is not in this version; use tensor, context and data",
+                )
+        # Of one replica. An axis of one rank is not worth a word, unless it is the only one.
+        axes = {"tensor": ask.tensor, **({"context": ask.context} if ask.context > 1 else {})}
+        each = prod(axes.values())
+        if gpus is not None and gpus % each:
+            said = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items())
+            _refuse("resources.gpus", f"gpus={gpus} is no multiple of {said}; use {_near(gpus, each)}")
+        data = ask.data or (gpus or each) // each
+        if gpus is not None and each * data != gpus:
+            said = " x ".join(f"{axis}={size}" for axis, size in {**axes, "data": data}.items())
             _refuse(
                 "resources.gpus",
-                f"gpus={gpus} is no multiple of parallel.tensor={ask.tensor}; use {_near(gpus, ask.tensor)}",
+                f"gpus={gpus}, but parallel needs {said} = {each * data}; make them equal, or leave gpus out",
             )
-        data = ask.data or (gpus or ask.tensor) // ask.tensor
-        if gpus is not None and ask.tensor * data != gpus:
-            _refuse(
-                "resources.gpus",
-                f"gpus={gpus}, but parallel needs tensor={ask.tensor} x data={data} = {ask.tensor * data}; make them "
-                "equal, or leave gpus out",
-            )
-        return Parallel(tensor=ask.tensor, sequence=ask.sequence, data=data, shard_optimizer=ask.shard_optimizer)
+        return Parallel(
+            tensor=ask.tensor,
+            sequence=ask.sequence,
+            context=ask.context,
+            data=data,
+            shard_optimizer=ask.shard_optimizer,
+        )
 
     def _check_node(self, chosen: Parallel) -> None:
         largest = self.cluster.largest_node
@@ -304,8 +314,8 @@ class _Choice:
             param = "resources.gpus" if self.spec.parallel == "auto" else "parallel"
             _refuse(
                 param,
-                f"needs {chosen.ranks} slots; the largest node has {largest}: lower tensor x data to at most {largest},"
-                " or add a larger node",
+                f"needs {chosen.ranks} slots; the largest node has {largest}: lower {_axes(chosen)} to at most "
+                f"{largest}, or add a larger node",
             )
 
     def batch(self, parallel: Parallel) -> tuple[int, int]:
@@ -351,6 +361,10 @@ class _Choice:
 
     def _fits(self, parallel: Parallel, *, micro_batch: int) -> bool:
         return _has_room(self.cluster, self.needs(parallel, micro_batch=micro_batch))
+
+
+def _axes(parallel: Parallel) -> str:
+    return "tensor x context x data" if parallel.context > 1 else "tensor x data"
 
 
 # Length

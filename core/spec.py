@@ -210,7 +210,7 @@ class ParallelAsk(Ask):
     virtual: Whole = Field(1, ge=1)
     """Model chunks per pipeline rank. More than one is not available yet."""
     context: Whole = Field(1, ge=1)
-    """Ranks that share one sequence in attention. More than one is not available yet."""
+    """Ranks that share each row's tokens; `data.seq_len` must be a multiple of twice as many."""
     data: Whole | None = Field(None, ge=1)
     """Default: `resources.gpus` divided by the other axes."""
     shard_optimizer: Flag = True

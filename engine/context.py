@@ -1,7 +1,7 @@
 """Ranks that share one sequence: which tokens each has, and how all their keys and values reach its queries.
 
 A row is cut into 2C chunks, of which rank i of C has chunks i and 2C-1-i: under a causal mask a chunk costs the more
-the later it stands, and such a pair costs the same on every rank.
+the later it stands, and such a pair costs the same on every rank (Grattafiori et al. 2024, section 3.3.2).
 
 B rows, T tokens of a row, S tokens of this rank, Q queries of a run, G key-value heads of this rank, R width of a head,
 E outputs of this rank.

@@ -103,7 +103,7 @@ def layer_activations(
     shape: ModelShape, *, seq_len: int, micro_batch: int, parallel: Parallel, recompute: Recompute, element: int
 ) -> int:
     """Bytes that one layer keeps for its backward pass, for one micro-batch."""
-    tokens = seq_len * micro_batch
+    tokens = seq_len // parallel.context * micro_batch
     t = parallel.tensor
     # Outside the sharded matrices every tensor rank keeps whole tokens, unless they are shared out along the sequence.
     whole = shape.hidden_size // t if parallel.sequence else shape.hidden_size
@@ -119,6 +119,14 @@ def layer_activations(
         kept += queries + keys
         rows += FP32 * (queries + keys) // shape.head_dim
     return tokens * (element * kept + rows)
+
+
+def gathered_keys(shape: ModelShape, *, seq_len: int, micro_batch: int, parallel: Parallel, element: int) -> int:
+    """Bytes of all context ranks' keys and values, which are there for one layer at a time.
+
+    As they arrive and in the order of the row, and so their gradients on the way back.
+    """
+    return 4 * element * seq_len * micro_batch * 2 * keys_per_rank(shape, tensor=parallel.tensor)
 
 
 def estimate(
@@ -139,7 +147,7 @@ def estimate(
     else:
         trainable = adapter_parameters_per_rank(shape, lora, tensor=parallel.tensor)
         weights += trainable
-    shards = parallel.data if parallel.shard_optimizer else 1
+    shards = parallel.data * parallel.context if parallel.shard_optimizer else 1
     # fp32 weights are their own masters; two moments always; a reduced copy of the gradients where they are shared out.
     states = (2 if precision == "fp32" else 3) + (1 if shards > 1 else 0)
     layer = partial(
@@ -151,7 +159,12 @@ def estimate(
         activations += layer(recompute=Recompute(mode="none"))
     # The embedding's output, and the last norm's.
     ends = shape.hidden_size // parallel.tensor if parallel.sequence else shape.hidden_size
-    activations += 2 * element * seq_len * micro_batch * ends
+    tokens = seq_len // parallel.context * micro_batch
+    activations += 2 * element * tokens * ends
+    if parallel.context > 1:
+        activations += gathered_keys(
+            shape, seq_len=seq_len, micro_batch=micro_batch, parallel=parallel, element=element
+        )
     share = -(-shape.vocab_size // parallel.tensor)
     return Memory(
         weights=weights * element,
@@ -159,5 +172,5 @@ def estimate(
         optimizer=-(-trainable // shards) * FP32 * states,
         activations=activations,
         # Logits and their gradient, in fp32, a chunk at a time.
-        logits=2 * FP32 * min(CHUNK_LOGITS, seq_len * micro_batch * share),
+        logits=2 * FP32 * min(CHUNK_LOGITS, tokens * share),
     )

@@ -158,6 +158,8 @@ def test_what_was_said_is_kept() -> None:
         ({"tensor": 2}, 4, (2, 2)),
         ({"tensor": 2, "data": 2}, 4, (2, 2)),
         ({"data": 3}, None, (1, 3)),
+        ({"tensor": 2, "context": 2}, None, (2, 1)),
+        ({"context": 2}, 4, (1, 2)),
         ("auto", 4, (1, 4)),
         ("auto", None, (1, 1)),
     ],
@@ -165,7 +167,9 @@ def test_what_was_said_is_kept() -> None:
 def test_the_axes_fill_the_gpus(parallel: Any, gpus: int | None, layout: tuple[int, int]) -> None:
     resolution = resolved(SCRATCH, parallel=parallel, resources={"gpus": gpus})
     assert (resolution.run.parallel.tensor, resolution.run.parallel.data) == layout
-    assert resolution.slots == layout[0] * layout[1]
+    context = 1 if parallel == "auto" else parallel.get("context", 1)
+    assert resolution.run.parallel.context == context
+    assert resolution.slots == layout[0] * layout[1] * context
 
 
 def test_three_replicas_get_a_batch_that_divides() -> None:
@@ -226,8 +230,28 @@ REFUSALS: list[Any] = [
         "parallel.sequence", "try seq_len=100", id="sequence",
     ),
     *(
-        pytest.param(SCRATCH, {"parallel": {axis: 2}}, f"parallel.{axis}", "use tensor and data", id=axis)
-        for axis in ("pipeline", "virtual", "context")
+        pytest.param(SCRATCH, {"parallel": {axis: 2}}, f"parallel.{axis}", "use tensor, context and data", id=axis)
+        for axis in ("pipeline", "virtual")
+    ),
+    pytest.param(
+        SCRATCH, {"data": {"train": ["file-text"], "seq_len": 102}, "parallel": {"context": 2}}, "parallel.context",
+        "seq_len=102 must be a multiple of 4; try seq_len=100", id="rows that context cannot share",
+    ),
+    pytest.param(
+        SCRATCH,
+        {
+            "data": {"train": ["file-text"], "seq_len": 100},
+            "parallel": {"context": 2, "tensor": 4, "sequence": True}, "resources": {"gpus": 8},
+        },
+        "parallel", "needs 8 slots; the largest node has 4: lower tensor x context x data", id="context ranks",
+    ),
+    pytest.param(
+        SCRATCH, {"parallel": {"tensor": 2, "context": 2}, "resources": {"gpus": 6}}, "resources.gpus",
+        "no multiple of parallel.tensor=2 x parallel.context=2; use 4 or 8", id="gpus that axes do not divide",
+    ),
+    pytest.param(
+        SCRATCH, {"parallel": {"context": 2, "data": 2}, "resources": {"gpus": 2}}, "resources.gpus",
+        "tensor=1 x context=2 x data=2 = 4", id="inconsistent gpus with context",
     ),
     pytest.param(SCRATCH, {"resources": {"nodes": 2}}, "resources.nodes", "use 1 node", id="nodes"),
     pytest.param(
