@@ -208,13 +208,31 @@ def test_when_one_rank_cannot_save_none_goes_on_and_nothing_is_left(world2, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_goes_on_bitwise_from_a_checkpoint(tmp_path):
-    straight, _, through = train(alone(CPU), 3)
-    save(tmp_path, through, FACTS)
-    resumed, optimizer = ours(alone(CPU))
-    checkpoint.load(tmp_path / "step-00000003", optimizer, base=None)
-    for parameters, which in ((straight, through), (resumed, optimizer)):
-        for part in range(2):
-            backward(parameters, gradients(9, part))
-        which.update(lr=0.01, norm=which.sum_gradients())
-    assert all(torch.equal(straight[name], resumed[name]) for name in SHAPES)
+def go_on(parameters, optimizer):
+    for step in range(9, 12):
+        for part in range(2) if optimizer.mesh.size("replicas") == 1 else [optimizer.mesh.rank("replicas")]:
+            backward(parameters, gradients(step, part))
+        optimizer.update(lr=0.01, norm=optimizer.sum_gradients())
+
+
+def train_on_twice(parallel, folder, dtype):
+    """Three steps more after three steps, and after loading what was saved of them."""
+    mesh = alone(CPU) if parallel.ranks == 1 else build(parallel)
+    options = {"shard_optimizer": parallel.shard_optimizer, "dtype": dtype}
+    straight, _, through = train(mesh, 3, **options)
+    save(folder, through, FACTS)
+    resumed, optimizer = ours(mesh, **options)
+    checkpoint.load(folder / "step-00000003", optimizer, base=None)
+    go_on(straight, through)
+    go_on(resumed, optimizer)
+    mesh.close()
+    for name in SHAPES:
+        assert torch.equal(straight[name], resumed[name]), name
+    for (name, key, _, was), (_, _, _, now) in zip(whole_state(through), whole_state(optimizer), strict=True):
+        assert torch.equal(was, now), (name, key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_goes_on_bitwise_from_a_checkpoint_in_weights_and_moments(world2, tmp_path, layout, dtype):
+    on(world2, LAYOUTS[layout], train_on_twice, tmp_path, dtype)
