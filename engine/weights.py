@@ -78,7 +78,7 @@ def load(decoder: Decoder, directory: Path) -> None:
             raise InvalidWeights(
                 f"{directory.name}: tensor {min(unknown)} is not part of the model; is config.json its own?"
             )
-        for name, parameter in parameters.items():
+        for name, parameter in decoder.mesh.stopwatch.whereabouts.through(parameters.items()):
             placement = placement_of(parameter)
             if folder.shape(name) != placement.shape:
                 raise InvalidWeights(
@@ -95,7 +95,7 @@ def whole_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
     All ranks of a tensor axis go through it together, for each tensor is gathered from them.
     """
-    for name, parameter in decoder.named_parameters():
+    for name, parameter in decoder.mesh.stopwatch.whereabouts.through(decoder.named_parameters()):
         if ".adapter." not in name:
             yield name, whole(parameter, parameter, decoder.axis).cpu()
 
