@@ -6,7 +6,7 @@ this rank, R width of a head, E outputs of this rank. T are those of this contex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -15,14 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine import alibi
 from engine.comm import TensorAxis
 from engine.config import ModelShape
 from engine.context import ContextAxis, share
-from engine.dropout import Draw
+from engine.dropout import Draw, dropout_of_pairs
 from engine.ledger import Ledger
 from engine.linear import ColumnLinear, RowLinear, columns
 from engine.norm import RMSNorm
 from engine.rope import rotate
+from engine.unfused import unfused_core
 
 
 class Cache:
@@ -56,18 +58,19 @@ class View:
     """Places in the row."""
     keys: range
     """Places in the row. They end where the queries do."""
-    mask_B1QK: Tensor | None = None
-    """Added to the scores: 0 where a query may look, minus infinity elsewhere. None: at itself and all before it."""
+    mask_BHQK: Tensor | None = None
+    """Added to the scores, with dims of one where it is the same for all: minus infinity where a query may not look, 0
+    or the head's bias elsewhere. None: 0 for the query itself and all before it."""
 
 
 @dataclass(frozen=True)
 class Frame:
     """What all layers of one pass share: where the tokens stand, and which tokens they see."""
 
-    angles: tuple[Tensor, Tensor]
-    """Cosines and sines of the rotary positions, each B T 1 R/2."""
     views: tuple[View, ...]
     """What the queries see, run after run of them, in order."""
+    angles: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines of the rotary positions, each B T 1 R/2; None where positions are told otherwise."""
     context: ContextAxis | None = None
     """Ranks that have the other tokens of the rows; None: each has all of them."""
     draw: Draw | None = None
@@ -83,20 +86,28 @@ def views(
     *,
     window: int | None = None,
     documents_BW: Tensor | None = None,
+    slopes_H: Tensor | None = None,
 ) -> tuple[View, ...]:
     """What each run of queries sees: itself and what stands before it in the row.
 
-    With a `window` that is its last tokens, the token itself among them; with `documents_BW`, its own document's.
+    With a `window` that is its last tokens, the token itself among them; with `documents_BW`, its own document's. With
+    `slopes_H` the scores of each head fall with distance.
     """
-    return tuple(_view(run, dtype, device, window, documents_BW) for run in runs)
+    return tuple(_view(run, dtype, device, window, documents_BW, slopes_H) for run in runs)
 
 
 def _view(
-    queries: range, dtype: torch.dtype, device: torch.device, window: int | None, documents_BW: Tensor | None
+    queries: range,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: int | None,
+    documents_BW: Tensor | None,
+    slopes_H: Tensor | None,
 ) -> View:
     first = 0 if window is None else max(0, queries.start - window + 1)
     keys = range(first, queries.stop)
-    if documents_BW is None and queries == keys and (window is None or window >= len(queries)):
+    plain = documents_BW is None and slopes_H is None
+    if plain and queries == keys and (window is None or window >= len(queries)):
         return View(queries, keys)
     past = queries.start - first
     sees_B1QK = torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool, device=device).tril(past)
@@ -107,12 +118,17 @@ def _view(
         key_B11K = documents_BW[:, None, None, keys.start : keys.stop]
         sees_B1QK = sees_B1QK & (query_B1Q1 == key_B11K)
     # As the kernels want it, made once: of booleans each layer would make, and keep, numbers of its own.
-    mask_B1QK = torch.zeros(sees_B1QK.shape, dtype=dtype, device=device)
-    return View(queries, keys, mask_B1QK.masked_fill_(~sees_B1QK, float("-inf")))
+    bias = torch.zeros((), dtype=dtype, device=device)
+    if slopes_H is not None:
+        bias = alibi.bias(slopes_H, queries, keys).to(dtype)
+    return View(queries, keys, torch.where(sees_B1QK, bias, float("-inf")))
 
 
 class Attention(nn.Module):
-    """Projections, norms of heads where the family has them, rotary positions, core."""
+    """Projections, norms of heads and rotary positions where the family has them, core.
+
+    The core is `unfused` where that is asked for, and where probabilities are dropped.
+    """
 
     def __init__(
         self,
@@ -121,6 +137,7 @@ class Attention(nn.Module):
         axis: TensorAxis,
         *,
         ledger: Ledger,
+        unfused: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -128,6 +145,8 @@ class Attention(nn.Module):
         self.layer, self.head_dim, self.ledger = layer, shape.head_dim, ledger
         # Other context ranks' keys and values are gone by backward, be it with all that the core saves.
         self.sparing = not ledger.operations & {"attention_core", "layer"}
+        self.unfused, self.rate = unfused, shape.attention_dropout
+        self.first_head = axis.rank * (shape.num_heads // axis.size)
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         bias = shape.attention_bias != "none"
         self.q_proj = ColumnLinear(shape.hidden_size, heads, axis, bias=bias, dtype=dtype, device=device)
@@ -152,22 +171,41 @@ class Attention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = made(self.q_norm, q), made(self.k_norm, k)
-        q, k = made(rotate, q, frame.angles), made(rotate, k, frame.angles)
+        if frame.angles is not None:
+            q, k = made(rotate, q, frame.angles), made(rotate, k, frame.angles)
         if frame.cache is not None:
             k, v = frame.cache.extend(self.layer, k, v)
-        mixed_BTE = self.ledger.region("attention_core", mix, q, k, v, frame, self.sparing)
+        part = self._core(frame.draw)
+        mixed_BTE = self.ledger.region("attention_core", mix, q, k, v, frame, part, self.sparing)
         return cast(Tensor, self.o_proj(mixed_BTE, frame.draw))
 
+    def _core(self, draw: Draw | None) -> Core:
+        if not self.rate or draw is None:
+            return partial(_unfused, dropped=None) if self.unfused else core
+        dropped = partial(
+            dropout_of_pairs,
+            rate=self.rate,
+            draw=draw,
+            stream=f"model.layers.{self.layer}.self_attn.core",
+            first_head=self.first_head,
+            saves_mask="dropout" not in self.ledger.operations,
+        )
+        return partial(_unfused, dropped=partial(self.ledger.output, "dropout", dropped))
 
-def mix(q_BTHR: Tensor, k_BTGR: Tensor, v_BTGR: Tensor, frame: Frame, sparing: bool) -> Tensor:
-    """The core for each view of `frame`, whatever rank has the keys: B T (H R). `sparing` is `context.share`'s."""
+
+Core = Callable[[Tensor, Tensor, Tensor, View], Tensor]
+"""Queries B Q H R, keys and values B K G R and what the queries see, to B Q (H R)."""
+
+
+def mix(q_BTHR: Tensor, k_BTGR: Tensor, v_BTGR: Tensor, frame: Frame, part: Core, sparing: bool) -> Tensor:
+    """`part` for each view of `frame`, whatever rank has the keys: B T (H R). `sparing` is `context.share`'s."""
 
     def each_view(k_BWGR: Tensor, v_BWGR: Tensor) -> list[Tensor]:
         parts, at = [], 0
         for view in frame.views:
             keys = slice(view.keys.start, view.keys.stop)
             q_BQHR = q_BTHR[:, at : at + len(view.queries)]
-            parts.append(core(q_BQHR, k_BWGR[:, keys], v_BWGR[:, keys], view.mask_B1QK))
+            parts.append(part(q_BQHR, k_BWGR[:, keys], v_BWGR[:, keys], view))
             at += len(view.queries)
         return parts
 
@@ -177,15 +215,29 @@ def mix(q_BTHR: Tensor, k_BTGR: Tensor, v_BTGR: Tensor, frame: Frame, sparing: b
     return share(each_view, k_BTGR, v_BTGR, frame.context, sparing=sparing)
 
 
-def core(q_BQHR: Tensor, k_BKGR: Tensor, v_BKGR: Tensor, mask_B1QK: Tensor | None) -> Tensor:
-    """softmax(Q K^T / sqrt(R)) V, heads side by side: B Q (H R). Without `mask_B1QK` it is causal, and Q equals K."""
+def core(q_BQHR: Tensor, k_BKGR: Tensor, v_BKGR: Tensor, view: View) -> Tensor:
+    """softmax(Q K^T / sqrt(R)) V, heads side by side: B Q (H R). `view` says what its queries see of its keys."""
+    mask_BHQK = view.mask_BHQK
     q_BHQR, k_BGKR, v_BGKR = (x.transpose(1, 2) for x in (q_BQHR, k_BKGR, v_BKGR))
     groups = q_BHQR.shape[1] // k_BGKR.shape[1]
-    if groups > 1 and mask_B1QK is not None and q_BHQR.is_cuda:
+    if groups > 1 and mask_BHQK is not None and q_BHQR.is_cuda:
         # The CUDA kernel that takes a mask knows no groups, and torch would fall back to whole score matrices.
         k_BGKR, v_BGKR = (x.repeat_interleave(groups, dim=1) for x in (k_BGKR, v_BGKR))
         groups = 1
     mixed_BHQR = scaled_dot_product_attention(
-        q_BHQR, k_BGKR, v_BGKR, attn_mask=mask_B1QK, is_causal=mask_B1QK is None, enable_gqa=groups > 1
+        q_BHQR, k_BGKR, v_BGKR, attn_mask=mask_BHQK, is_causal=mask_BHQK is None, enable_gqa=groups > 1
     )
     return mixed_BHQR.transpose(1, 2).flatten(2)
+
+
+def _unfused(
+    q_BQHR: Tensor, k_BKGR: Tensor, v_BKGR: Tensor, view: View, *, dropped: Callable[..., Tensor] | None
+) -> Tensor:
+    """`core` by way of score matrices. `dropped` says what is left of the probabilities at the places of a view."""
+    return unfused_core(
+        q_BQHR,
+        k_BKGR,
+        v_BKGR,
+        view.mask_BHQK,
+        dropped=None if dropped is None else lambda chances_BHQK: dropped(chances_BHQK, view.queries, view.keys),
+    )

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -129,15 +129,12 @@ def on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
     return copies
 
 
-def write(path: Path, snapshot: Snapshot, *, wrote: Callable[[], object] = lambda: None) -> None:
-    """Write a rank's boxes, and what they are into a note for rank 0. Leaves neither where it fails.
-
-    `wrote` is called after each tensor.
-    """
+def write(path: Path, snapshot: Snapshot) -> None:
+    """Write a rank's boxes, and what they are into a note for rank 0. Leaves neither where it fails."""
     name = f"rank-{snapshot.rank:05d}"
     file, note = path / f"{name}.safetensors", path / f"{name}.note"
     try:
-        sha256 = tensorfile.write(file, snapshot.tensors, wrote=wrote)
+        sha256 = tensorfile.write(file, snapshot.tensors)
         note.write_text(json.dumps({"file": file.name, "sha256": sha256, "pieces": snapshot.pieces}))
     except BaseException:
         # A full disk must have room to say so.
@@ -221,7 +218,7 @@ def load(path: Path, optimizer: Optimizer, *, base: str | None) -> Facts:
         verify(path, share=mesh.world_rank, shares=mesh.parallel.ranks)
         index = json.loads((path / INDEX).read_text())
         check_fits(path, index, optimizer, base=base)
-        fill(path, index["pieces"], mesh.stopwatch.whereabouts.through(optimizer.pieces()))
+        fill(path, index["pieces"], optimizer.pieces())
         optimizer.steps = index["updates"]
     optimizer.publish()
     return facts_of(index)

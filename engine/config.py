@@ -21,19 +21,46 @@ Size = Annotated[int, Field(ge=1, le=2**20)]
 """One dimension of a model. Far beyond any that there is, and small enough to try each divisor of it in a moment."""
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 
-Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2", "bloom"]
 AttentionBias = Literal["none", "qkv", "all"]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+"""Share of elements that dropout zeroes."""
+Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
+"""A matrix of a layer."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What sets one family apart from another: the values that a field of its shape may have, the usual one first."""
+    """What sets one family apart from another: the values that a field of its shape may have, the usual one first.
+
+    What the layers of a family are made of follows, the same for all its shapes.
+    """
 
     attention_bias: tuple[AttentionBias, ...] = ("none",)
     mlp_bias: tuple[bool, ...] = (False,)
     qk_norm: tuple[bool, ...] = (False,)
     windowed: bool = True
     """Attention may be limited to a sliding window."""
+    free_heads: bool = True
+    """Queries may share keys and values, and heads may be wider than their part of `hidden_size`."""
+    ffn_ratio: int | None = None
+    """`ffn_hidden_size` over `hidden_size`, where the family knows no other."""
+    norm: Literal["rms", "layer"] = "rms"
+    """layer: LayerNorm, with a bias (Ba et al. 2016)."""
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    """gelu: no gate, and the tanh form of GELU (Hendrycks & Gimpel 2016)."""
+    positions: Literal["rope", "learned", "alibi"] = "rope"
+    """learned: a table of `max_seq_len` embeddings; alibi: scores fall with distance (Press et al. 2021)."""
+    embed_norm: bool = False
+    """The embedding's output is normed (BLOOM, section 3.2.2)."""
+    drops: frozenset[Literal["embedding", "branches"]] = frozenset()
+    """Where `hidden_dropout` is: after the embedding, and on what attention and feed-forward add to the residual."""
+
+    @property
+    def matrices(self) -> tuple[Target, ...]:
+        """The matrices of a layer, in the order in which a token goes through them."""
+        inward: tuple[Target, ...] = ("gate", "up") if self.mlp == "swiglu" else ("up",)
+        return ("q", "k", "v", "o", *inward, "down")
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Field of a shape to the values it may have."""
@@ -45,6 +72,28 @@ FAMILIES: dict[str, Traits] = {
     "mistral": Traits(),
     "qwen2": Traits(attention_bias=("qkv",)),
     "qwen3": Traits(attention_bias=("none", "all"), qk_norm=(True,)),
+    "gpt2": Traits(
+        attention_bias=("all",),
+        mlp_bias=(True,),
+        windowed=False,
+        free_heads=False,
+        norm="layer",
+        mlp="gelu",
+        positions="learned",
+        drops=frozenset({"embedding", "branches"}),
+    ),
+    "bloom": Traits(
+        attention_bias=("all",),
+        mlp_bias=(True,),
+        windowed=False,
+        free_heads=False,
+        ffn_ratio=4,
+        norm="layer",
+        mlp="gelu",
+        positions="alibi",
+        embed_norm=True,
+        drops=frozenset({"branches"}),
+    ),
 }
 
 SCALINGS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -109,10 +158,20 @@ class ModelShape(Part):
     """The output layer is the transposed embedding."""
     norm_eps: float = Field(1e-5, gt=0, le=1)
     rope_theta: float = Field(10_000.0, gt=1, le=1e12)
+    """Of rotary positions; other kinds leave it and the next as they are."""
     rope_scaling: dict[str, Any] | None = None
     """Hugging Face's `rope_scaling` mapping as it stands in `config.json`; None is plain RoPE."""
+    hidden_dropout: Rate = 0.0
+    """In training, share of features dropped where the family's `Traits.drops` says."""
+    attention_dropout: Rate = 0.0
+    """In training, share of the attention's probabilities dropped."""
     init_std: float = Field(0.02, gt=0, le=10)
     """Standard deviation of the initial weights."""
+
+    @property
+    def family(self) -> Traits:
+        """What its layers are made of."""
+        return FAMILIES[self.architecture]
 
     @model_validator(mode="before")
     @classmethod
@@ -139,6 +198,38 @@ class ModelShape(Part):
             raise ValueError(
                 f"sliding_window={self.sliding_window} is not what {self.architecture} has; "
                 f"leave it out, or use {_either(windowed)}"
+            )
+        rotary = {name: ModelShape.model_fields[name].default for name in ("rope_theta", "rope_scaling")}
+        for field, usual in rotary.items():
+            if family.positions != "rope" and (value := getattr(self, field)) != usual:
+                raise ValueError(
+                    f"{field}={value!r} is not what {self.architecture} has, whose positions are not rotary; leave it "
+                    "out"
+                )
+        if self.hidden_dropout and not family.drops:
+            dropping = [name for name, traits in FAMILIES.items() if traits.drops]
+            raise ValueError(
+                f"hidden_dropout={self.hidden_dropout:g} is not what {self.architecture} has; "
+                f"leave it out, or use {_either(dropping)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def has_the_proportions_of_its_family(self) -> Self:
+        family, hidden = self.family, self.hidden_size
+        if not family.free_heads and self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} is not what {self.architecture} has; use num_heads={self.num_heads}"
+            )
+        if not family.free_heads and self.num_heads * self.head_dim != hidden:
+            raise ValueError(
+                f"head_dim={self.head_dim} times num_heads={self.num_heads} must be hidden_size={hidden} in "
+                f"{self.architecture}"
+            )
+        if family.ffn_ratio is not None and self.ffn_hidden_size != family.ffn_ratio * hidden:
+            raise ValueError(
+                f"ffn_hidden_size={self.ffn_hidden_size} is not what {self.architecture} has; "
+                f"use {family.ffn_ratio * hidden}, which is {family.ffn_ratio} x hidden_size"
             )
         return self
 
@@ -302,9 +393,18 @@ class Lora(Part):
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0, le=1e6)
     dropout: float = Field(0.0, ge=0, lt=1)
-    targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = (
-        "q", "k", "v", "o", "gate", "up", "down",
-    )  # fmt: skip
+    targets: tuple[Target, ...] | None = None
+    """The matrices that are adapted; None: all that the family has."""
+
+    def targets_in(self, shape: ModelShape) -> tuple[Target, ...]:
+        """The matrices adapted in a model of `shape`. Raises ValueError naming one that its family does not have."""
+        there = shape.family.matrices
+        for target in self.targets or ():
+            if target not in there:
+                raise ValueError(
+                    f"lora.targets: {shape.architecture} has no {target!r}; choose from {', '.join(there)}"
+                )
+        return there if self.targets is None else self.targets
 
 
 class TokenizerSource(Part):
@@ -431,11 +531,6 @@ class RunConfig(Part):
     device: Literal["cpu", "cuda"] = "cpu"
     resume: Path | None = None
     """Checkpoint folder to continue from, relative to the run directory or absolute."""
-    stall_seconds: float | None = Field(600.0, gt=0)
-    """A run in which no rank has gone on for so long ends, naming the one that the others wait for; None waits on.
-
-    Whatever ends counts: an exchange between ranks, a micro-batch, a piece of the data or of a checkpoint.
-    """
     peak_flops_per_rank: float | None = Field(None, gt=0)
     """FLOP/s of one device at `training.precision`, for MFU; None leaves MFU out."""
 
@@ -461,3 +556,5 @@ class RunConfig(Part):
                 f"use at most {shape.max_seq_len}"
             )
         self.parallel.check(shape, seq_len=self.data.seq_len)
+        if self.lora is not None:
+            self.lora.targets_in(shape)

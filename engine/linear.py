@@ -95,6 +95,22 @@ class VocabEmbedding(nn.Module):
         return cast(Tensor, x_BSD)
 
 
+class PositionEmbedding(nn.Module):
+    """Rows of a replicated table, one for each position (Radford et al. 2018)."""
+
+    def __init__(self, length: int, size: int, axis: TensorAxis, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        # Under sequence parallelism each rank looks up its own tokens', and so has a part of the gradient.
+        placement = Placement((length, size), copy=axis.rank, partial="tensor" if axis.sequence else None)
+        self.weight = place(nn.Parameter(torch.zeros(length, size, dtype=dtype, device=device)), placement)
+
+    def forward(self, positions_BS: Tensor) -> Tensor:
+        """int64 positions B S, below the table's length, to B S D."""
+        alone = TensorAxis(1, 0, None, False)
+        x_BSD = _Lookup.apply(positions_BS, self.weight, placement_of(self.weight), alone)  # type: ignore[no-untyped-call]
+        return cast(Tensor, x_BSD)
+
+
 def columns(x_BSD: Tensor, layers: Sequence[ColumnLinear], draw: Draw | None) -> list[Tensor]:
     """Each layer's outputs B T E for one input, whose tokens are gathered once and whose gradient is summed once."""
     weights_ED = [layer.weight for layer in layers]

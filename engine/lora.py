@@ -3,14 +3,18 @@
 y = W x + (alpha / rank) B A dropout(x). Beside a column layer A is replicated and B shares W's outputs; beside a row
 layer A shares W's inputs and B is replicated. Only the rank-wide product between A and B travels.
 
+Where a family's files hold query, key and value in one matrix, their adapters are one there too, of the summed rank:
+with A on top of one another and B block-diagonal it is the same function.
+
 B rows, T tokens, S tokens of this rank, D features, E outputs of this rank, F inputs of this rank.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +26,12 @@ from torch.nn.functional import linear
 
 from engine import tensorfile
 from engine.comm import gather_tokens, sum_parts
-from engine.config import Lora
+from engine.config import Lora, ModelShape
 from engine.dropout import Draw, dropout
 from engine.ledger import Ledger
 from engine.linear import ColumnLinear, RowLinear
 from engine.model import Decoder, generator_of
+from engine.naming import Stored, joined, module_stored, naming_of, parted
 from engine.placement import Placement, empty_local, place, placement_of
 from engine.weights import Folder, InvalidWeights, whole
 
@@ -100,7 +105,7 @@ def adapt(decoder: Decoder, lora: Lora, *, seed: int) -> None:
     decoder.requires_grad_(False)
     decoder.dropout_seed = seed
     for number, layer in decoder.model.layers.items():
-        for target in lora.targets:
+        for target in lora.targets_in(decoder.shape):
             host = layer.get_submodule(TARGETS[target])
             assert isinstance(host, ColumnLinear | RowLinear)
             name = f"model.layers.{number}.{TARGETS[target]}"
@@ -115,7 +120,7 @@ def merged_state(decoder: Decoder, base: Path) -> Iterator[tuple[str, Tensor]]:
     tensor axis go through it together, for the adapters are gathered from them.
     """
     adapters = {f"{adapter.host_name}.weight": adapter for adapter in _adapters(decoder)}
-    with Folder(base) as folder:
+    with Folder(base, decoder.shape) as folder:
         for name, _ in decoder.named_parameters():
             if ".adapter." in name:
                 continue
@@ -131,43 +136,110 @@ def save_adapter(decoder: Decoder, lora: Lora, directory: Path, *, base_name: st
 
     Every rank calls it, world rank 0 writes.
     """
-    tensors = [(name, whole(parameter, parameter, decoder.axis).cpu()) for name, parameter in _exported(decoder)]
+    tensors: list[tuple[str, Tensor]] = []
+    for host in _hosts(decoder):
+        down, up = host.in_file([_in_whole(adapter, decoder) for adapter in host.adapters])
+        tensors += [(f"{host.name}.lora_A.weight", down), (f"{host.name}.lora_B.weight", up)]
     if decoder.mesh.world_rank != 0:
         return
     directory.mkdir(parents=True, exist_ok=True)
     tensorfile.write(directory / WEIGHTS, tensors)
-    (directory / CONFIG).write_text(json.dumps(_peft_config(lora, base_name), indent=2) + "\n", encoding="utf-8")
+    config = _peft_config(decoder.shape, lora, base_name)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_adapter(decoder: Decoder, directory: Path) -> None:
     """Fill the adapters of an adapted decoder from `peft`'s file, each rank its piece.
 
-    Raises InvalidWeights naming the tensor that is missing, unknown or of another shape.
+    Raises InvalidWeights naming the tensor that is missing, unknown, of another shape, or no adapter of ours.
     """
     with safe_open(directory / WEIGHTS, framework="pt") as file, torch.no_grad():
-        stored = set(file.keys())
-        wanted = dict(_exported(decoder))
-        if stored != wanted.keys():
-            odd = min(stored ^ wanted.keys())
+        hosts = list(_hosts(decoder))
+        known = {f"{host.name}.lora_{side}.weight" for host in hosts for side in "AB"}
+        if odd := set(file.keys()) ^ known:
+            name = min(odd)
             raise InvalidWeights(
-                f"{directory}: {odd} is {'not part of' if odd in stored else 'missing for'} this adapter"
+                f"{directory}: {name} is {'missing for' if name in known else 'not part of'} this adapter"
             )
-        for name, parameter in wanted.items():
-            placement = placement_of(parameter)
-            tensor = file.get_tensor(name)
-            if tuple(tensor.shape) != placement.shape:
-                raise InvalidWeights(f"{directory}: {name} has shape {list(tensor.shape)}, not {list(placement.shape)}")
-            placement.true_part(parameter).copy_(placement.piece(tensor))
+        for host in hosts:
+            down, up = (file.get_tensor(f"{host.name}.lora_{side}.weight") for side in "AB")
+            for adapter, pair in zip(host.adapters, host.from_file(down, up, directory), strict=True):
+                for matrix, tensor in zip((adapter.lora_A, adapter.lora_B), pair, strict=True):
+                    placement = placement_of(matrix.weight)
+                    placement.true_part(matrix.weight).copy_(placement.piece(tensor))
+
+
+@dataclass(frozen=True)
+class _Host:
+    """A matrix of the family's files, and the adapters that are one adapter beside it there."""
+
+    there: Stored
+    adapters: list[Adapter]
+    parts: list[int]
+    """Which part of the matrix each adapter belongs to."""
+
+    @property
+    def name(self) -> str:
+        return PREFIX + self.there.name
+
+    def in_file(self, pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """One A and one B of whole ones."""
+        if self.there.parts == 1:
+            return pairs[0]
+        down = torch.cat([down for down, _ in pairs])
+        ups = [pairs[0][1].new_zeros(len(pairs[0][1]), len(down)) for _ in range(self.there.parts)]
+        for number, (part, (_, up)) in enumerate(zip(self.parts, pairs, strict=True)):
+            ups[part][:, self._columns(number, up.shape[1])] = up
+        return down, joined(ups, self.there)
+
+    def from_file(self, down: Tensor, up: Tensor, directory: Path) -> list[tuple[Tensor, Tensor]]:
+        """A and B of each adapter. Raises InvalidWeights where the file's are not of such a kind."""
+        wanted = [tuple(placement_of(m.weight).shape for m in (a.lora_A, a.lora_B)) for a in self.adapters]
+        (rank, inputs), (outputs, _) = wanted[0]
+        shapes = {"A": (len(wanted) * rank, inputs), "B": (self.there.parts * outputs, len(wanted) * rank)}
+        for (side, shape), tensor in zip(shapes.items(), (down, up), strict=True):
+            if tuple(tensor.shape) != shape:
+                raise InvalidWeights(
+                    f"{directory}: {self.name}.lora_{side}.weight has shape {list(tensor.shape)}, not {list(shape)}"
+                )
+        if self.there.parts == 1:
+            return [(down, up)]
+        ups, pairs = parted(up, self.there), []
+        for number, part in enumerate(self.parts):
+            own = self._columns(number, rank)
+            pairs.append((down[own], ups[part][:, own].clone()))
+            ups[part][:, own] = 0
+        if any(rest.any() for rest in ups):
+            raise InvalidWeights(
+                f"{directory}: {self.name}.lora_B.weight mixes queries, keys and values; only adapters that keep them "
+                "apart, as exported ones do, can be read"
+            )
+        return pairs
+
+    @staticmethod
+    def _columns(number: int, rank: int) -> slice:
+        return slice(number * rank, (number + 1) * rank)
+
+
+def _hosts(decoder: Decoder) -> Iterator[_Host]:
+    """The adapted matrices as the family's files have them, in the order of the model."""
+    found: dict[str, _Host] = {}
+    for adapter in _adapters(decoder):
+        there = module_stored(decoder.shape, adapter.host_name)
+        host = found.setdefault(there.name, _Host(there, [], []))
+        host.adapters.append(adapter)
+        host.parts.append(there.part)
+    yield from found.values()
+
+
+def _in_whole(adapter: Adapter, decoder: Decoder) -> tuple[Tensor, Tensor]:
+    """A and B, global, on the host. All ranks of a tensor axis call it together."""
+    down, up = (whole(m.weight, m.weight, decoder.axis).cpu() for m in (adapter.lora_A, adapter.lora_B))
+    return down, up
 
 
 def _adapters(decoder: Decoder) -> list[Adapter]:
     return [module for module in decoder.modules() if isinstance(module, Adapter)]
-
-
-def _exported(decoder: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in decoder.named_parameters():
-        if ".adapter." in name:
-            yield PREFIX + name.replace(".adapter.", "."), parameter
 
 
 @torch.no_grad()
@@ -178,20 +250,31 @@ def _draw(parameter: nn.Parameter, name: str, seed: int) -> None:
     placement.true_part(parameter).copy_(placement.piece(drawn))
 
 
-def _peft_config(lora: Lora, base_name: str) -> dict[str, Any]:
+def _peft_config(shape: ModelShape, lora: Lora, base_name: str) -> dict[str, Any]:
+    modules = Counter(_in_layer(shape, target) for target in lora.targets_in(shape))
+    fused = {module: count for module, count in modules.items() if count > 1}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
+        # Several in one: both grow, so that the scale, alpha over rank, stays.
+        "rank_pattern": {module: count * lora.rank for module, count in fused.items()},
+        "alpha_pattern": {module: count * lora.alpha for module, count in fused.items()},
         "lora_dropout": lora.dropout,
-        "target_modules": [TARGETS[target].split(".")[1] for target in lora.targets],
+        "target_modules": list(modules),
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": naming_of(shape).inputs_first,
         "init_lora_weights": True,
         "use_rslora": False,
         "use_dora": False,
         "modules_to_save": None,
         "inference_mode": True,
     }
+
+
+def _in_layer(shape: ModelShape, target: str) -> str:
+    """What tells a target from the other matrices of a layer, in the family's files."""
+    *_, block, name = module_stored(shape, f"model.layers.0.{TARGETS[target]}").name.split(".")
+    return name if naming_of(shape).fused is None else f"{block}.{name}"

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from engine import alibi
 from engine.attention import Attention, Cache, Frame, views
 from engine.batch import Batch
 from engine.comm import TensorAxis, gather_dim, start_gather_tokens
 from engine.config import ModelShape, Operation
 from engine.context import ContextAxis
-from engine.dropout import Draw
+from engine.dropout import Draw, Dropout
 from engine.ledger import Ledger
-from engine.linear import ColumnLinear, VocabEmbedding
+from engine.linear import ColumnLinear, PositionEmbedding, VocabEmbedding
 from engine.loss import CHUNK_LOGITS, LossParts, vocab_loss
 from engine.mesh import Mesh
 from engine.mlp import MLP
-from engine.norm import RMSNorm
+from engine.norm import NORMS
 from engine.placement import placement_of
 from engine.rope import Rope
 
@@ -40,15 +42,20 @@ class Layer(nn.Module):
         axis: TensorAxis,
         *,
         ledger: Ledger,
+        unfused: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.ledger = ledger
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, axis, dtype=dtype, device=device)
-        self.self_attn = Attention(shape, number, axis, ledger=ledger, dtype=dtype, device=device)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, axis, dtype=dtype, device=device)
+        norm = partial(NORMS[shape.family.norm], shape.hidden_size, shape.norm_eps, axis, dtype=dtype, device=device)
+        self.input_layernorm = norm()
+        self.self_attn = Attention(shape, number, axis, ledger=ledger, unfused=unfused, dtype=dtype, device=device)
+        self.post_attention_layernorm = norm()
         self.mlp = MLP(shape, axis, ledger=ledger, dtype=dtype, device=device)
+        rate = shape.hidden_dropout if "branches" in shape.family.drops else 0.0
+        self._mixed = Dropout(rate, f"model.layers.{number}.self_attn", ledger)
+        self._inner = Dropout(rate, f"model.layers.{number}.mlp", ledger)
 
     def forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
         """B S D to B S D."""
@@ -56,9 +63,9 @@ class Layer(nn.Module):
 
     def _sublayers(self, x_BSD: Tensor, frame: Frame) -> Tensor:
         normed_BSD = self.ledger.output("norm", self.input_layernorm, x_BSD)
-        x_BSD = x_BSD + self.self_attn(normed_BSD, frame)
+        x_BSD = x_BSD + self._mixed(self.self_attn(normed_BSD, frame), frame.draw)
         normed_BSD = self.ledger.output("norm", self.post_attention_layernorm, x_BSD)
-        return x_BSD + cast(Tensor, self.mlp(normed_BSD, frame.draw))
+        return x_BSD + self._inner(self.mlp(normed_BSD, frame.draw), frame.draw)
 
 
 class _Trunk(nn.Module):
@@ -70,19 +77,37 @@ class _Trunk(nn.Module):
         axis: TensorAxis,
         *,
         ledger: Ledger,
+        unfused: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.embed_tokens = VocabEmbedding(shape.vocab_size, shape.hidden_size, axis, dtype=dtype, device=device)
+        size, family = shape.hidden_size, shape.family
+        norm = partial(NORMS[family.norm], size, shape.norm_eps, axis, dtype=dtype, device=device)
+        self.embed_tokens = VocabEmbedding(shape.vocab_size, size, axis, dtype=dtype, device=device)
+        self.embed_positions: PositionEmbedding | None = None
+        if family.positions == "learned":
+            self.embed_positions = PositionEmbedding(shape.max_seq_len, size, axis, dtype=dtype, device=device)
+        self.embed_norm = norm() if family.embed_norm else None
+        rate = shape.hidden_dropout if "embedding" in family.drops else 0.0
+        self._dropout = Dropout(rate, "model.embed_tokens", ledger)
         # By global number, so that a rank that holds only some layers keeps their names.
         self.layers = nn.ModuleDict(
             {
-                str(number): Layer(shape, number, axis, ledger=ledger, dtype=dtype, device=device)
+                str(number): Layer(shape, number, axis, ledger=ledger, unfused=unfused, dtype=dtype, device=device)
                 for number in range(shape.num_layers)
             }
         )
-        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, axis, dtype=dtype, device=device)
+        self.norm = norm()
+
+    def embedded(self, tokens_BT: Tensor, positions_BS: Tensor, draw: Draw | None) -> Tensor:
+        """What the first layer reads, B S D, of all tokens' ids and of this rank's tokens' positions."""
+        x_BSD = cast(Tensor, self.embed_tokens(tokens_BT))
+        if self.embed_positions is not None:
+            x_BSD = x_BSD + self.embed_positions(positions_BS)
+        if self.embed_norm is not None:
+            x_BSD = self.embed_norm(x_BSD)
+        return self._dropout(x_BSD, draw)
 
 
 class Decoder(nn.Module):
@@ -98,11 +123,15 @@ class Decoder(nn.Module):
         mesh: Mesh,
         *,
         recompute: Collection[Operation] = (),
+        unfused: bool = False,
         dtype: torch.dtype = torch.float32,
         seed: int | None = None,
         chunk_logits: int = CHUNK_LOGITS,
     ) -> None:
-        """`recompute` are the operations to replay; `seed` None leaves matrices at zero, for weights to be loaded."""
+        """`recompute` are the operations to replay; `seed` None leaves matrices at zero, for weights to be loaded.
+
+        `unfused` takes the papers' attention core also where nothing is dropped.
+        """
         super().__init__()
         mesh.parallel.check(shape, seq_len=mesh.parallel.row_unit)
         self.shape, self.mesh, self.axis, self.context = shape, mesh, TensorAxis.of(mesh), ContextAxis.of(mesh)
@@ -110,11 +139,13 @@ class Decoder(nn.Module):
         self.ledger = Ledger(recompute)
         self.dropout_seed = 0
         """What dropout masks are drawn from, besides the batch's step and rows."""
-        self.model = _Trunk(shape, self.axis, ledger=self.ledger, dtype=dtype, device=mesh.device)
+        self.model = _Trunk(shape, self.axis, ledger=self.ledger, unfused=unfused, dtype=dtype, device=mesh.device)
         self.lm_head: ColumnLinear | None = None
         if not shape.tie_embeddings:
             self.lm_head = ColumnLinear(shape.hidden_size, shape.vocab_size, self.axis, dtype=dtype, device=mesh.device)
-        self._rope = Rope(shape, mesh.device)
+        positions = shape.family.positions
+        self._rope = Rope(shape, mesh.device) if positions == "rope" else None
+        self._slopes_H = alibi.slopes(shape.num_heads, self.axis, mesh.device) if positions == "alibi" else None
         if seed is not None:
             self._draw_weights(seed)
 
@@ -136,18 +167,19 @@ class Decoder(nn.Module):
         if rows_B is None:
             rows_B = torch.arange(batch.tokens_BT.shape[0], device=self.device)
         frame = Frame(
-            angles=self._rope.angles(own.positions_BT, self.dtype, furthest=batch.positions_BT.max()),
-            views=views(
+            views(
                 self.context.runs(num_tokens),
                 self.dtype,
                 self.device,
                 window=self.shape.sliding_window,
                 documents_BW=batch.documents_BT,
+                slopes_H=self._slopes_H,
             ),
+            angles=self._angles(own.positions_BT, furthest=batch.positions_BT.max()),
             context=self.context if self.context.size > 1 else None,
             draw=Draw(self.dropout_seed, batch.step, rows_B, places_T, places_T[between]) if self.training else None,
         )
-        hidden_BSD = self._hidden(own.tokens_BT, frame)
+        hidden_BSD = self._hidden(own.tokens_BT, own.positions_BT[:, between], frame)
         return vocab_loss(hidden_BSD, self.output_weight, own, self.axis, chunk_logits=self.chunk_logits)
 
     @torch.no_grad()
@@ -155,18 +187,22 @@ class Decoder(nn.Module):
         """fp32 logits over the true vocabulary, B T V, of rows that are one document each.
 
         With `last_only`, those of the last token. With a `cache`, the tokens follow those it holds, and it then holds
-        them too. All tensor ranks call it together, and each gets all logits. Raises ValueError beyond the capacity.
+        them too. All tensor ranks call it together, and each gets all logits. Raises ValueError beyond the capacity,
+        and beyond the positions that were learned.
         """
         past = 0 if cache is None else cache.length
         rows, tokens = tokens_BT.shape
-        self.axis.tokens(tokens)
+        own = self.axis.tokens(tokens)
+        if self.model.embed_positions is not None and past + tokens > self.shape.max_seq_len:
+            raise ValueError(f"{past + tokens} tokens are more than the model's {self.shape.max_seq_len} positions")
         positions_BT = torch.arange(past, past + tokens, device=self.device).expand(rows, -1)
+        sees = partial(views, window=self.shape.sliding_window, slopes_H=self._slopes_H)
         frame = Frame(
-            angles=self._rope.angles(positions_BT, self.dtype),
-            views=views([range(past, past + tokens)], self.dtype, self.device, window=self.shape.sliding_window),
+            sees([range(past, past + tokens)], self.dtype, self.device),
+            angles=self._angles(positions_BT),
             cache=cache,
         )
-        hidden_BSD = self._hidden(tokens_BT, frame)
+        hidden_BSD = self._hidden(tokens_BT, positions_BT[:, own], frame)
         if cache is not None:
             cache.length += tokens
         hidden_BTD = start_gather_tokens(hidden_BSD, self.axis).wait()
@@ -179,8 +215,11 @@ class Decoder(nn.Module):
         """An empty cache for `logits`, with room for `tokens` in each of `rows`."""
         return Cache(self.shape, self.axis, rows=rows, tokens=tokens, dtype=self.dtype, device=self.device)
 
-    def _hidden(self, tokens_BT: Tensor, frame: Frame) -> Tensor:
-        x_BSD = cast(Tensor, self.model.embed_tokens(tokens_BT))
+    def _angles(self, positions_BT: Tensor, *, furthest: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        return None if self._rope is None else self._rope.angles(positions_BT, self.dtype, furthest=furthest)
+
+    def _hidden(self, tokens_BT: Tensor, positions_BS: Tensor, frame: Frame) -> Tensor:
+        x_BSD = self.model.embedded(tokens_BT, positions_BS, frame.draw)
         for layer in self.model.layers.values():
             x_BSD = layer(x_BSD, frame)
         return cast(Tensor, self.model.norm(x_BSD))

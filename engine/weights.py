@@ -1,6 +1,7 @@
 """Weights from and to a folder in Hugging Face's layout, one file or pieces with an index; cut on load, whole on save.
 
-`config.json` is `engine.families`' business, and which tokens go with it the tokenizer's.
+What families call their tensors is `engine.naming`'s business, `config.json` `engine.families`', and which tokens go
+with it the tokenizer's.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,14 @@ from engine.comm import TensorAxis, gather_dim
 from engine.config import ModelShape
 from engine.families import shape_of_config
 from engine.model import Decoder
-from engine.placement import placement_of
+from engine.naming import OUTPUT, Stored, naming_of, stored, to_files, with_prefix
+from engine.placement import Placement, placement_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", f"{OUTPUT}.weight"
 SHARD_BYTES = 5 * 10**9
 """Largest file written, as `transformers` splits; one tensor may exceed it."""
-
-IGNORED = (".rotary_emb.inv_freq",)
-"""Ends of names that old exports carry and that follow from the config."""
 
 
 class InvalidWeights(ValueError):
@@ -53,9 +54,9 @@ def read_shape(directory: Path) -> ModelShape:
 
 
 def read_dtype(directory: Path) -> torch.dtype:
-    """The type that the folder's embedding is stored in. Raises InvalidWeights as `load` does."""
-    with Folder(directory) as folder:
-        return folder.piece("model.embed_tokens.weight", 0, 0, 1).dtype
+    """The type that the folder's embedding is stored in. Raises ValueError as `read_shape` and `load` do."""
+    with Folder(directory, read_shape(directory)) as folder:
+        return folder.piece(EMBEDDING, Placement(folder.shape(EMBEDDING), 0, 0, 1)).dtype
 
 
 def load(decoder: Decoder, directory: Path) -> None:
@@ -65,29 +66,23 @@ def load(decoder: Decoder, directory: Path) -> None:
     another shape, or where a tied model's `lm_head.weight` is not its embedding.
     """
     parameters = {name: p for name, p in decoder.named_parameters() if ".adapter." not in name}
-    with Folder(directory) as folder, torch.no_grad():
-        unknown = [name for name in folder.names() - parameters.keys() if not name.endswith(IGNORED)]
-        if decoder.shape.tie_embeddings and "lm_head.weight" in unknown:
-            unknown.remove("lm_head.weight")
-            if not torch.equal(folder.whole("lm_head.weight"), folder.whole("model.embed_tokens.weight")):
+    with Folder(directory, decoder.shape) as folder, torch.no_grad():
+        unknown = folder.unknown(parameters)
+        if decoder.shape.tie_embeddings and HEAD in unknown:
+            unknown.remove(HEAD)
+            if not torch.equal(folder.whole(HEAD), folder.whole(EMBEDDING)):
                 raise InvalidWeights(
-                    "lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings is true; "
-                    "set it to false in config.json, or leave lm_head.weight out"
+                    f"{HEAD} differs from {stored(decoder.shape, EMBEDDING).name}, but tie_word_embeddings is true; "
+                    f"set it to false in config.json, or leave {HEAD} out"
                 )
         if unknown:
             raise InvalidWeights(
                 f"{directory.name}: tensor {min(unknown)} is not part of the model; is config.json its own?"
             )
-        for name, parameter in decoder.mesh.stopwatch.whereabouts.through(parameters.items()):
+        for name, parameter in parameters.items():
             placement = placement_of(parameter)
-            if folder.shape(name) != placement.shape:
-                raise InvalidWeights(
-                    f"{directory.name}: {name} has shape {list(folder.shape(name))}; "
-                    f"config.json says {list(placement.shape)}"
-                )
-            piece = folder.piece(name, placement.dim, placement.start, placement.length)
             parameter.zero_()
-            placement.true_part(parameter).copy_(piece)
+            placement.true_part(parameter).copy_(folder.piece(name, placement))
 
 
 def whole_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -95,7 +90,7 @@ def whole_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
     All ranks of a tensor axis go through it together, for each tensor is gathered from them.
     """
-    for name, parameter in decoder.mesh.stopwatch.whereabouts.through(decoder.named_parameters()):
+    for name, parameter in decoder.named_parameters():
         if ".adapter." not in name:
             yield name, whole(parameter, parameter, decoder.axis).cpu()
 
@@ -122,7 +117,7 @@ def write(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write global tensors in `dtype` as one file, or as pieces of at most `shard_bytes` with an index.
+    """Write global tensors in `dtype`, as the family's files have them, in one or in pieces of at most `shard_bytes`.
 
     `tensors` may gather as it goes, so the ranks of the first data replica all exhaust it; world rank 0 alone keeps and
     writes, a piece's worth at a time.
@@ -133,6 +128,7 @@ def write(
         for _ in tensors:
             pass
         return
+    tensors = to_files(decoder.shape, tensors)
     pieces: list[tuple[Path, list[str]]] = []
     held: dict[str, Tensor] = {}
     total = parameters = size = 0
@@ -144,7 +140,6 @@ def write(
         pieces.append((path, list(held)))
         held, size = {}, 0
 
-    tensors = iter(tensors)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, tensor in tensors:
@@ -180,45 +175,64 @@ def _name_pieces(directory: Path, pieces: list[tuple[Path, list[str]]], *, total
 
 
 class Folder:
-    """The tensors of a folder by name, wherever they lie. The index, where there is one, is the authority.
+    """The tensors of a folder by our names, wherever and however they lie. The index, if any, is the authority.
 
     Raises InvalidWeights, where a file is damaged or a tensor missing, from `with` and whatever asks for a tensor.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, shape: ModelShape) -> None:
+        self.directory, self.model = directory, shape
         self._open = ExitStack()
         self._files: dict[str, Any] = {}
 
     def __enter__(self) -> Folder:
-        self._where = self._located()
+        # By the name that a file should have used: its own, and where it lies.
+        self._where = {with_prefix(self.model, name): (name, file) for name, file in self._located().items()}
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def names(self) -> set[str]:
-        return set(self._where)
+    def unknown(self, ours: Iterable[str]) -> set[str]:
+        """Names in the files of what belongs to none of our parameters."""
+        known = {stored(self.model, name).name for name in ours}
+        return {name for name in self._where.keys() - known if not name.endswith(naming_of(self.model).ignored)}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        """Of our whole tensor, as the file has it."""
+        there = stored(self.model, name)
+        outputs, *inputs = self._shape(there)[:: -1 if there.transposed else 1]
+        return (outputs // there.parts, *inputs)
 
-    def piece(self, name: str, dim: int | None, start: int, length: int) -> Tensor:
-        if dim is None:
-            return self.whole(name)
-        window = (slice(None),) * dim + (slice(start, start + length),)
-        piece: Tensor = self._slice(name)[window]
-        return piece
+    def piece(self, name: str, placement: Placement) -> Tensor:
+        """What a rank holds of our tensor. Raises InvalidWeights where the file's has another shape."""
+        there, whole = stored(self.model, name), placement.shape
+        if self._shape(there) != there.shape(whole):
+            raise InvalidWeights(
+                f"{self.directory.name}: {there.name} has shape {list(self._shape(there))}; "
+                f"config.json says {list(there.shape(whole))}"
+            )
+        if placement.dim is None:
+            return there.read(partial(self._window, there.name), whole, 0, 0, whole[0])
+        return there.read(partial(self._window, there.name), whole, placement.dim, placement.start, placement.length)
 
     def whole(self, name: str) -> Tensor:
-        tensor: Tensor = self._slice(name)[:]
-        return tensor
+        """Our whole tensor."""
+        return self.piece(name, Placement(self.shape(name)))
+
+    def _shape(self, there: Stored) -> tuple[int, ...]:
+        return tuple(self._slice(there.name).get_shape())
+
+    def _window(self, name: str, dim: int, start: int, length: int) -> Tensor:
+        window: Tensor = self._slice(name)[(slice(None),) * dim + (slice(start, start + length),)]
+        return window
 
     def _slice(self, name: str) -> Any:
         if name not in self._where:
-            hint = " (or set tie_word_embeddings to true)" if name == "lm_head.weight" else ""
+            hint = " (or set tie_word_embeddings to true)" if name == HEAD else ""
             raise InvalidWeights(f"{self.directory.name}: tensor {name} is missing{hint}")
-        return self._file(self._where[name]).get_slice(name)
+        own, file = self._where[name]
+        return self._file(file).get_slice(own)
 
     def _located(self) -> Mapping[str, str]:
         index = self.directory / INDEX

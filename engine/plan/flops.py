@@ -54,10 +54,9 @@ def layer_matrices(shape: ModelShape, lora: Lora | None = None) -> dict[str, Mat
         "up": (shape.hidden_size, shape.ffn_hidden_size),
         "down": (shape.ffn_hidden_size, shape.hidden_size),
     }
-    return {
-        name: Matrix(*size, adapter_rank=lora.rank if lora is not None and name in lora.targets else 0)
-        for name, size in sizes.items()
-    }
+    adapted = lora.targets_in(shape) if lora is not None else ()
+    rank = lora.rank if lora is not None else 0
+    return {name: Matrix(*sizes[name], adapter_rank=rank if name in adapted else 0) for name in shape.family.matrices}
 
 
 def matrices(shape: ModelShape, lora: Lora | None = None) -> list[Matrix]:
@@ -86,7 +85,7 @@ def hardware_flops(
     """
     again = 0
     layer = layer_matrices(shape, lora)
-    for name in {name for operation in replayed for name in REPLAYED_MATRICES.get(operation, ())}:
+    for name in {name for operation in replayed for name in REPLAYED_MATRICES.get(operation, ())} & layer.keys():
         again += tokens * MULTIPLY_ADD * shape.num_layers * (layer[name].weights + layer[name].adapter_weights)
     if not REPLAYS_THE_CORE.isdisjoint(replayed):
         again += pairs * attention_per_pair(shape)

@@ -50,6 +50,7 @@ def parameters(shape: ModelShape) -> int:
     """Weights of the whole model, each counted once."""
     # The last of the matrices is the output layer, which is the embedding where the two are tied.
     embedding = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
+    embedding += _positions(shape)
     return sum(matrix.weights for matrix in matrices(shape)) + vectors_per_rank(shape, tensor=1) + embedding
 
 
@@ -64,7 +65,7 @@ def parameters_per_rank(shape: ModelShape, *, tensor: int) -> int:
     vocabulary = padded * shape.hidden_size * (1 if shape.tie_embeddings else 2)
     layers = sum(matrix.weights for matrix in matrices(shape)[:-1])
     copied = shape.num_layers * 2 * shape.hidden_size * copied_keys(shape, tensor=tensor)
-    return (layers + vocabulary) // tensor + copied + vectors_per_rank(shape, tensor=tensor)
+    return (layers + vocabulary) // tensor + copied + _positions(shape) + vectors_per_rank(shape, tensor=tensor)
 
 
 def keys_per_rank(shape: ModelShape, *, tensor: int) -> int:
@@ -77,21 +78,28 @@ def copied_keys(shape: ModelShape, *, tensor: int) -> int:
     return keys_per_rank(shape, tensor=tensor) - shape.num_kv_heads * shape.head_dim // tensor
 
 
+def _positions(shape: ModelShape) -> int:
+    """Weights of learned positions, which each rank has all of."""
+    return shape.max_seq_len * shape.hidden_size if shape.family.positions == "learned" else 0
+
+
 def vectors_per_rank(shape: ModelShape, *, tensor: int) -> int:
     """Weights of norms and biases of one tensor rank: biases follow the outputs that a rank has, all else is whole."""
     hidden, heads = shape.hidden_size, shape.num_heads + 2 * shape.num_kv_heads
-    shared = (shape.attention_bias != "none") * heads * shape.head_dim + shape.mlp_bias * 2 * shape.ffn_hidden_size
+    inward = len({"gate", "up"} & set(shape.family.matrices))
+    shared = (shape.attention_bias != "none") * heads * shape.head_dim + shape.mlp_bias * inward * shape.ffn_hidden_size
     biases = (shape.attention_bias == "all") + shape.mlp_bias
-    whole = (2 + biases) * hidden + shape.qk_norm * 2 * shape.head_dim
     copied = (shape.attention_bias != "none") * 2 * copied_keys(shape, tensor=tensor)
-    return shape.num_layers * (shared // tensor + copied + whole) + hidden
+    norm = (2 if shape.family.norm == "layer" else 1) * hidden
+    whole = 2 * norm + biases * hidden + shape.qk_norm * 2 * shape.head_dim
+    return shape.num_layers * (shared // tensor + copied + whole) + (1 + shape.family.embed_norm) * norm
 
 
 def adapter_parameters_per_rank(shape: ModelShape, lora: Lora, *, tensor: int) -> int:
     """Weights of the adapters on one tensor rank: of each pair, the side that follows the host matrix is shared out."""
     total = 0
     columns = {"q", "k", "v", "gate", "up"}
-    names = ("q", "k", "v", "o", "gate", "up", "down") * shape.num_layers
+    names = shape.family.matrices * shape.num_layers
     for name, matrix in zip(names, matrices(shape, lora)[:-1], strict=True):
         shared, whole = (matrix.outputs, matrix.inputs) if name in columns else (matrix.inputs, matrix.outputs)
         copied = copied_keys(shape, tensor=tensor) if name in ("k", "v") else 0
@@ -110,10 +118,18 @@ def layer_activations(
     if recompute.mode == "full":
         return element * tokens * whole
     queries, keys = shape.num_heads * shape.head_dim // t, keys_per_rank(shape, tensor=t)
-    # Input of both norms and of the matrices behind them; q, k, v; the core's output; gate, up, their product and silu.
-    kept = 4 * whole + (queries + 2 * keys) + queries + 4 * (shape.ffn_hidden_size // t)
+    # What the feed-forward part keeps of its inner width: gate, up, their product and silu; or GELU's input and output.
+    inner = 4 if shape.family.mlp == "swiglu" else 2
+    # Input of both norms and of the matrices behind them; q, k, v; the core's output.
+    kept = 4 * whole + (queries + 2 * keys) + queries + inner * (shape.ffn_hidden_size // t)
     # The core keeps the logarithm of each row's sum; recomputed, not even that.
     rows = 0 if recompute.mode == "selective" else FP32 * shape.num_heads // t
+    if shape.attention_dropout and recompute.mode == "none":
+        # Its probabilities, a mask of a byte, and what that leaves of them.
+        rows = (2 * element + 1) * seq_len * shape.num_heads // t
+    if shape.hidden_dropout:
+        # The masks of both branches.
+        rows += 2 * whole
     if shape.qk_norm:
         # Queries and keys as they were before, and one statistic for each head.
         kept += queries + keys
@@ -121,16 +137,12 @@ def layer_activations(
     return tokens * (element * kept + rows)
 
 
-def beyond_its_share(shape: ModelShape, *, seq_len: int, micro_batch: int, parallel: Parallel, element: int) -> int:
-    """Bytes that a context rank needs besides what belongs to its tokens, for one micro-batch.
+def gathered_keys(shape: ModelShape, *, seq_len: int, micro_batch: int, parallel: Parallel, element: int) -> int:
+    """Bytes of all context ranks' keys and values, which are there for one layer at a time.
 
-    Keys and values of all ranks, for one layer at a time: as they arrive and in the order of the row, and so their
-    gradients on the way back. And masks, for all layers: a rank's two chunks look at 2C + 1 chunks of keys.
+    As they arrive and in the order of the row, and so their gradients on the way back.
     """
-    keys = 4 * seq_len * 2 * keys_per_rank(shape, tensor=parallel.tensor)
-    chunk = seq_len // (2 * parallel.context)
-    masks = (2 * parallel.context + 1) * chunk**2
-    return element * micro_batch * (keys + masks)
+    return 4 * element * seq_len * micro_batch * 2 * keys_per_rank(shape, tensor=parallel.tensor)
 
 
 def estimate(
@@ -166,7 +178,7 @@ def estimate(
     tokens = seq_len // parallel.context * micro_batch
     activations += 2 * element * tokens * ends
     if parallel.context > 1:
-        activations += beyond_its_share(
+        activations += gathered_keys(
             shape, seq_len=seq_len, micro_batch=micro_batch, parallel=parallel, element=element
         )
     share = -(-shape.vocab_size // parallel.tensor)

@@ -38,7 +38,7 @@ def written_where_a_piece_cannot_be(folder: Path) -> str:
 
 
 def weights_against_one_rank(changes: dict[str, Any], sequence: bool, recompute: str) -> tuple[float, float, int]:
-    """Relative distance of the loss, the worst gradient's share of its limit, and how many weights this rank holds."""
+    """Relative distance of the loss and of the worst gradient, and how many weights this rank holds."""
     shape = nets.shape(**changes)
     batch = nets.batch(packed=True)
     loss, expected = nets.trained(nets.uneven(nets.decoder(shape)), batch)
@@ -46,9 +46,8 @@ def weights_against_one_rank(changes: dict[str, Any], sequence: bool, recompute:
     model = nets.uneven(nets.decoder(shape, grid=grid, recompute=recompute))
     got_loss, got = nets.trained(model, batch)
     grid.close()
-    assert got.keys() == expected.keys()
-    worst = max(nets.distance(got[name], expected[name]) / nets.limit(name) for name in expected)
-    return abs(got_loss / loss - 1), worst, sum(parameter.numel() for parameter in model.parameters())
+    held = sum(parameter.numel() for parameter in model.parameters())
+    return abs(got_loss / loss - 1), nets.apart(got, expected), held
 
 
 def adapters_against_one_rank(

@@ -69,6 +69,66 @@ def test_what_a_config_of_another_family_leaves_out_is_what_transformers_takes(f
     assert shape_of_config(theirs.to_dict()) == shape
 
 
+GPT2: dict[str, Any] = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 96}
+BLOOM: dict[str, Any] = {"model_type": "bloom", "n_layer": 2, "hidden_size": 32, "n_head": 4, "vocab_size": 96}
+
+
+def test_what_a_gpt2_config_leaves_out_is_what_transformers_takes() -> None:
+    theirs = AutoConfig.for_model("gpt2", n_layer=2, n_embd=32, n_head=4, vocab_size=96)
+    shape = shape_of_config(GPT2)
+    assert (shape.num_kv_heads, shape.head_dim, shape.ffn_hidden_size) == (4, 8, 4 * 32)
+    assert (shape.max_seq_len, shape.norm_eps) == (theirs.n_positions, theirs.layer_norm_epsilon)
+    assert (shape.hidden_dropout, shape.attention_dropout) == (theirs.embd_pdrop, theirs.attn_pdrop)
+    assert (shape.tie_embeddings, shape.init_std) == (theirs.tie_word_embeddings, theirs.initializer_range)
+    assert shape_of_config(theirs.to_dict()) == shape
+
+
+def test_what_a_bloom_config_leaves_out_is_what_transformers_takes() -> None:
+    theirs = AutoConfig.for_model("bloom", n_layer=2, hidden_size=32, n_head=4, vocab_size=96)
+    shape = shape_of_config(BLOOM)
+    assert (shape.num_kv_heads, shape.head_dim, shape.ffn_hidden_size) == (4, 8, 4 * 32)
+    # The length that BLOOM was trained at; ALiBi has none of its own.
+    assert (shape.max_seq_len, shape.norm_eps) == (2048, theirs.layer_norm_epsilon)
+    assert (shape.hidden_dropout, shape.attention_dropout) == (theirs.hidden_dropout, theirs.attention_dropout)
+    assert (shape.tie_embeddings, shape.init_std) == (theirs.tie_word_embeddings, theirs.initializer_range)
+    assert shape_of_config(theirs.to_dict()) == shape
+
+
+def test_the_names_that_bigscience_used_mean_the_same() -> None:
+    old = {"model_type": "bloom", "n_layer": 2, "n_embed": 32, "num_attention_heads": 4, "vocab_size": 96}
+    more = {"pretraining_tp": 4, "offset_alibi": 100, "seq_length": 2048}
+    assert shape_of_config({**old, **more}) == shape_of_config(BLOOM)
+    with pytest.raises(ValueError, match="num_attention_heads=4 is not n_head=8, though the two mean the same"):
+        shape_of_config({**old, "n_head": 8})
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        pytest.param(GPT2, {"activation_function": "relu"}, "activation_function='relu'", id="activation"),
+        pytest.param(GPT2, {"scale_attn_weights": False}, "scale_attn_weights=False", id="unscaled"),
+        pytest.param(GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx", id="by layer"),
+        pytest.param(GPT2, {"add_cross_attention": True}, "add_cross_attention=True", id="cross attention"),
+        pytest.param(GPT2, {"resid_pdrop": 0.2}, "resid_pdrop=0.2 is not supported; only embd_pdrop's 0.1", id="rates"),
+        pytest.param(GPT2, {"attn_pdrop": 1.0}, "attention_dropout", id="all dropped"),
+        pytest.param(GPT2, {"n_head": 5}, "head_dim=6 times num_heads=5 must be hidden_size=32", id="uneven heads"),
+        pytest.param(GPT2, {"architectures": ["GPT2ForTokenClassification"]}, "use GPT2LMHeadModel", id="head"),
+        pytest.param(GPT2, {"n_embd": None}, "n_embd missing", id="size"),
+        pytest.param(
+            BLOOM,
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm=True",
+            id="residual after the norm",
+        ),
+    ],
+)
+def test_what_is_not_computed_of_gpt2_and_bloom_is_refused_by_name(
+    base: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        shape_of_config({**base, **changes})
+
+
 QWEN = {"use_sliding_window": True, "sliding_window": 8}
 
 
@@ -128,6 +188,12 @@ def test_what_another_family_does_not_compute_is_refused_by_name(
         pytest.param({"architecture": "qwen2", "attention_bias": "none"}, "use qkv", id="a bias"),
         pytest.param({"architecture": "qwen3", "qk_norm": False}, "qk_norm=False is not what qwen3 has", id="a norm"),
         pytest.param({"sliding_window": 8}, "use mistral or qwen2 or qwen3", id="a window"),
+        pytest.param({"architecture": "gpt2"}, "num_kv_heads=2 is not what gpt2 has; use num_heads=4", id="groups"),
+        pytest.param({"architecture": "gpt2", "num_kv_heads": 4, "head_dim": 16}, "must be hidden_size=32", id="wide"),
+        pytest.param({"architecture": "bloom", "num_kv_heads": 4}, "use 128, which is 4 x hidden_size", id="width"),
+        pytest.param({"architecture": "gpt2", "rope_theta": 5e5}, "rope_theta=500000.0 is not what gpt2", id="theta"),
+        pytest.param({"architecture": "bloom", "rope_scaling": LLAMA3}, "positions are not rotary", id="scaling"),
+        pytest.param({"hidden_dropout": 0.1}, "hidden_dropout=0.1 is not what llama has", id="dropout"),
     ],
 )
 def test_a_shape_has_what_its_family_has(fields: dict[str, Any], message: str) -> None:
@@ -141,16 +207,28 @@ def test_a_shape_survives_its_config(scaling: dict[str, Any] | None) -> None:
     assert shape_of_config(config_of(shape, bos_id=1, eos_id=2, pad_id=None, dtype="float32")) == shape
 
 
+@pytest.mark.parametrize("family", ["gpt2", "bloom"])
+def test_a_shape_with_dropout_survives_its_config(family: str) -> None:
+    shape = nets.shape(
+        architecture=family, num_kv_heads=4, ffn_hidden_size=128, hidden_dropout=0.1, attention_dropout=0.2
+    )
+    assert shape_of_config(config_of(shape, bos_id=1, eos_id=2, pad_id=None, dtype="float32")) == shape
+
+
+def test_a_llama_with_attention_dropout_is_read() -> None:
+    assert shape_of_config({**CONFIG, "attention_dropout": 0.1}).attention_dropout == 0.1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({"model_type": "gpt2"}, r"model_type 'gpt2' is not supported; supported: llama", id="family"),
+        pytest.param({"model_type": "gptj"}, r"model_type 'gptj' is not supported; supported: llama", id="family"),
         pytest.param({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification", id="head"),
         pytest.param({"attention_bias": "yes"}, "attention_bias='yes' is not supported", id="attention bias"),
         pytest.param({"sliding_window": 8}, "sliding_window=8 is not what llama has", id="window"),
         pytest.param({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention", id="layer types"),
         pytest.param({"hidden_act": "gelu"}, "hidden_act='gelu'", id="activation"),
-        pytest.param({"attention_dropout": 0.1}, "attention_dropout=0.1", id="attention dropout"),
+        pytest.param({"attention_dropout": 1.5}, "attention_dropout", id="attention dropout"),
         pytest.param({"quantization_config": {"bits": 4}}, "quantization_config", id="quantised"),
         pytest.param({"rope_scaling": {"type": "longrope"}}, "rope_scaling type 'longrope'", id="rope"),
         pytest.param({"rope_scaling": {"type": "linear"}}, "'linear' needs factor", id="rope without factor"),

@@ -1,7 +1,8 @@
-"""What families have beyond llama: biases, norms of heads, sliding windows; each as `transformers` computes it."""
+"""What families have beyond llama: biases, norms, windows, positions, other layers; as `transformers` computes it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from engine import mesh
 from engine.batch import IGNORE, Batch
 from engine.config import Lora, Parallel, Recompute
 from engine.generate import Sampling, choose
+from engine.naming import to_files
 from engine.optimizer import kind_of
 from engine.plan import memory
 from tests.engine.net import nets, ranks
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 
 WINDOW = 8
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CONFIGS = [
     pytest.param("mistral", {"sliding_window": WINDOW, "head_dim": 16}, id="mistral"),
     pytest.param("mistral", {"sliding_window": None}, id="mistral without a window"),
@@ -35,7 +38,12 @@ CONFIGS = [
     pytest.param("qwen3", {"head_dim": 16}, id="qwen3"),
     pytest.param("qwen3", {"head_dim": 8, "attention_bias": True, **QWEN_WINDOW}, id="qwen3 with all"),
     pytest.param("llama", {"attention_bias": True, "mlp_bias": True}, id="llama with biases"),
+    pytest.param("gpt2", NO_DROPOUT, id="gpt2"),
+    pytest.param("gpt2", {**NO_DROPOUT, "n_inner": 48, "tie_word_embeddings": False}, id="gpt2 with all"),
+    pytest.param("bloom", {}, id="bloom"),
+    pytest.param("bloom", {"n_head": 6, "hidden_size": 48, "tie_word_embeddings": False}, id="bloom with six heads"),
 ]
+OTHERS = [config for config in CONFIGS if config.values[0] in ("gpt2", "bloom")]
 WINDOWED = [config for config in CONFIGS if WINDOW in config.values[1].values()]  # type: ignore[union-attr]
 SHAPES: list[dict[str, Any]] = [
     {"architecture": "llama", "attention_bias": "all", "mlp_bias": True},
@@ -43,21 +51,37 @@ SHAPES: list[dict[str, Any]] = [
     {"architecture": "qwen2", "tie_embeddings": False},
     {"architecture": "qwen3", "head_dim": 16, "attention_bias": "all", "sliding_window": 4},
 ]
+SHAPES += [
+    {"architecture": "gpt2", "num_kv_heads": 4},
+    {"architecture": "bloom", "num_heads": 6, "num_kv_heads": 6, "hidden_size": 48, "ffn_hidden_size": 192},
+]
 NAMES = [shape["architecture"] for shape in SHAPES]
+DROPPING: list[dict[str, Any]] = [
+    {"architecture": "gpt2", "num_kv_heads": 4, "hidden_dropout": 0.2, "attention_dropout": 0.3},
+    {**SHAPES[-1], "hidden_dropout": 0.2, "attention_dropout": 0.3},
+    {"architecture": "mistral", "sliding_window": 4, "attention_dropout": 0.3},
+]
+DROPPING_NAMES = [f"{shape['architecture']} with dropout" for shape in DROPPING]
+
+
+LLAMA_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+SIZES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA_SIZES),
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+}
 
 
 def theirs(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A random model, its norms and biases too, saved to `folder` by transformers."""
-    sizes = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-    }
+    sizes = {"vocab_size": 97, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, **SIZES[family]}
     torch.manual_seed(3)
     config = AutoConfig.for_model(family, **{**sizes, **changes})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
@@ -82,13 +106,12 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(
     expected.backward()
     loss, gradients = nets.trained(model, batch)
     assert loss == pytest.approx(expected.item(), rel=1e-6)
-    assert gradients.keys() == {name for name, _ in reference.named_parameters()}
-    for name, parameter in reference.named_parameters():
-        assert parameter.grad is not None
-        assert nets.distance(gradients[name], parameter.grad) <= nets.limit(name), name
+    in_their_files = dict(to_files(model.shape, gradients.items()))
+    of_theirs = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert nets.apart(in_their_files, of_theirs) <= 2e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("family", "changes"), CONFIGS)
 def test_a_folder_comes_back_bit_for_bit_with_the_same_config(
     family: str, changes: dict[str, Any], dtype: torch.dtype, tmp_path: Path
@@ -99,15 +122,16 @@ def test_a_folder_comes_back_bit_for_bit_with_the_same_config(
     reference, again = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "theirs", ours))
     assert type(again) is type(reference)
     told, was = again.config.to_dict(), reference.config.to_dict()
-    for key in set(was) - {"_name_or_path", "bos_token_id", "eos_token_id", "max_window_layers"}:
+    # An inner width that is the usual one is said all the same.
+    for key in set(was) - {"_name_or_path", "bos_token_id", "eos_token_id", "max_window_layers", "n_inner"}:
         assert told[key] == was[key], key
     ids = nets.batch(97, tokens=40).tokens_BT
     with torch.no_grad():
         assert torch.equal(again(ids).logits, reference(ids).logits)
 
 
-@pytest.mark.parametrize(("family", "changes"), WINDOWED)
-def test_greedy_tokens_beyond_the_window_are_those_of_transformers(
+@pytest.mark.parametrize(("family", "changes"), WINDOWED + OTHERS)
+def test_greedy_tokens_also_beyond_the_window_are_those_of_transformers(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     reference = theirs(tmp_path, family, **changes)
@@ -149,13 +173,22 @@ def test_packed_documents_have_the_loss_and_gradients_of_rows_of_their_own(chang
         total = total + apart.loss(alone).loss_sum
     total.backward()
     assert parts.loss_sum.item() == pytest.approx(total.item(), rel=1e-6)
-    expected = nets.gradients(apart)
-    got = nets.gradients(together)
-    assert all(nets.distance(got[name], expected[name]) <= nets.limit(name) for name in expected)
+    assert nets.apart(nets.gradients(together), nets.gradients(apart)) <= 2e-6
+
+
+@pytest.mark.parametrize("changes", SHAPES + DROPPING, ids=NAMES + DROPPING_NAMES)
+def test_another_first_document_leaves_the_loss_of_the_second_bit_for_bit(changes: dict[str, Any]) -> None:
+    batch = nets.batch(packed=True)
+    assert batch.documents_BT is not None
+    model = nets.uneven(nets.decoder(nets.shape(**changes)))
+    first = batch.documents_BT == 0
+    only_others = replace(batch, labels_BT=batch.labels_BT.masked_fill(first, IGNORE))
+    changed = replace(only_others, tokens_BT=torch.where(first, (batch.tokens_BT + 1) % 96, batch.tokens_BT))
+    assert model.loss(only_others).loss_sum.item() == model.loss(changed).loss_sum.item()
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("changes", SHAPES, ids=NAMES)
+@pytest.mark.parametrize("changes", SHAPES + DROPPING, ids=NAMES + DROPPING_NAMES)
 def test_gradients_are_bitwise_equal_whatever_is_recomputed(changes: dict[str, Any], mode: str) -> None:
     batch = nets.batch(packed=True)
     _, expected = nets.trained(nets.uneven(nets.decoder(nets.shape(**changes))), batch)
@@ -164,7 +197,7 @@ def test_gradients_are_bitwise_equal_whatever_is_recomputed(changes: dict[str, A
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "tensor and sequence"])
-@pytest.mark.parametrize("changes", SHAPES, ids=NAMES)
+@pytest.mark.parametrize("changes", SHAPES + DROPPING, ids=NAMES + DROPPING_NAMES)
 def test_two_ranks_have_the_loss_and_every_gradient_of_one_and_the_weights_of_the_plan(
     world2: World, changes: dict[str, Any], sequence: bool
 ) -> None:
@@ -172,7 +205,7 @@ def test_two_ranks_have_the_loss_and_every_gradient_of_one_and_the_weights_of_th
     recompute = "full" if sequence else "none"
     for loss, gradient, held in world2.run(ranks.weights_against_one_rank, changes, sequence, recompute):
         assert loss <= 5e-7
-        assert gradient <= 1
+        assert gradient <= 2e-6
         assert held == planned
 
 
@@ -214,12 +247,12 @@ def test_matrices_decay_and_norms_and_biases_do_not(changes: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("changes", SHAPES, ids=NAMES)
+@pytest.mark.parametrize("changes", SHAPES + DROPPING, ids=NAMES + DROPPING_NAMES)
 def test_a_layer_saves_no_more_than_the_plan_says(changes: dict[str, Any], mode: Any) -> None:
     shape = nets.shape(**changes)
     planned = memory.layer_activations(
         shape, seq_len=16, micro_batch=2, parallel=Parallel(), recompute=Recompute(mode=mode), element=memory.BF16
     )
-    # Of a norm over all features the plan leaves out the statistic, four bytes a token.
-    statistics = 0 if mode == "full" else 2 * 4 * 2 * 16
+    # Of a norm over all features the plan leaves out the statistics, four bytes a token, or twice that.
+    statistics = 0 if mode == "full" else 2 * 4 * 2 * 16 * (2 if shape.family.norm == "layer" else 1)
     assert nets.saved_by_a_layer(mesh.alone(nets.CPU), mode, **changes) <= planned + statistics

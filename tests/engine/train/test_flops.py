@@ -15,10 +15,14 @@ GPT3_LIKE = ModelShape(
 )  # fmt: skip
 
 
-def test_model_flops_are_equation_7_of_the_paper():
+GPT3 = GPT3_LIKE.model_copy(update={"architecture": "gpt2", "ffn_hidden_size": 4 * 12288})
+
+
+@pytest.mark.parametrize("shape", [GPT3_LIKE, GPT3], ids=["llama of the same size", "GPT-3"])
+def test_model_flops_are_equation_7_of_the_paper(shape: ModelShape) -> None:
     batch, seq, hidden, layers, vocab = 4, 2048, 12288, 96, 51200
     paper = 72 * batch * layers * seq * hidden**2 * (1 + seq / (6 * hidden) + vocab / (12 * hidden * layers))
-    assert abs(model_flops(GPT3_LIKE, tokens=batch * seq, pairs=batch * seq * seq) / paper - 1) < 1e-12
+    assert abs(model_flops(shape, tokens=batch * seq, pairs=batch * seq * seq) / paper - 1) < 1e-12
 
 
 def test_grouped_queries_and_packed_documents_cost_less():
