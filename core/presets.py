@@ -26,6 +26,13 @@ def _llama(
     } | more
 
 
+def _gpt(
+    num_layers: int, hidden_size: int, num_heads: int, max_seq_len: int, vocab_size: int, **more: Any
+) -> dict[str, Any]:
+    sizes = _llama(num_layers, hidden_size, num_heads, 4 * hidden_size, max_seq_len, vocab_size)
+    return sizes | {"architecture": "gpt2"} | more
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     # Karpathy's llama2.c, trained on TinyStories.
     "llama-15m": _llama(6, 288, 6, 768, 256, 32_000),
@@ -44,5 +51,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "175b": _llama(96, 12_288, 96, 32_768, 2048, 51_200),
     "530b": _llama(105, 20_480, 128, 54_656, 2048, 51_200),
     "1t": _llama(128, 25_600, 160, 68_288, 2048, 51_200),
+    # GPT-2's smallest (Radford et al. 2019, table 2).
+    "gpt2": _gpt(12, 768, 12, 1024, 50_257),
+    # BLOOM's smallest.
+    "bloom-560m": _gpt(24, 1024, 16, 2048, 250_880, architecture="bloom"),
+    # Korthikanti et al. 2022, table 3, to the letter: the GPT layer, and the dropout that its memory counts.
+    "gpt-22b": _gpt(48, 6144, 64, 2048, 51_200, hidden_dropout=0.1, attention_dropout=0.1),
+    "gpt-175b": _gpt(96, 12_288, 96, 2048, 51_200, hidden_dropout=0.1, attention_dropout=0.1),
+    "gpt-530b": _gpt(105, 20_480, 128, 2048, 51_200, hidden_dropout=0.1, attention_dropout=0.1),
+    "gpt-1t": _gpt(128, 25_600, 160, 2048, 51_200, hidden_dropout=0.1, attention_dropout=0.1),
 }
 """Name to fields of `engine.config.ModelShape`. `vocab_size` gives way to the tokenizer's."""

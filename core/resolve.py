@@ -17,6 +17,7 @@ from core.errors import InvalidSpec
 from core.presets import PRESETS
 from core.spec import JobSpec, LoraMethod, ModelAsk, ParallelAsk, TrainingAsk
 from engine.config import (
+    FAMILIES,
     Data,
     Export,
     Lora,
@@ -44,7 +45,6 @@ TOKENS_IN_A_MICRO_BATCH = 8192
 """At most so many where the size is ours to choose: enough to keep a device busy."""
 CHARACTERS_IN_A_TOKEN = 4
 """For estimates before anything is tokenised."""
-ALL_LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
 LEARNING_RATES = {"scratch": 3e-4, "lora": 2e-4, "full": 2e-5}
 
 
@@ -85,10 +85,10 @@ def resolve(
     """The run that `spec` asks for. Raises InvalidSpec, whose `param` is the field to change."""
     if spec.kind == "finetune" and base is None:
         _refuse("model.base", 'a fine-tune starts from a model: set "model": {"base": "<name>"}')
-    lora = _lora(spec)
     data_format = _format(spec, files)
     tokenizer, vocab_size = _tokenizer(spec, files)
     shape = base.shape if base else _shape(spec.model, vocab_size, seq_len=spec.data.seq_len)
+    lora = _lora(spec, shape)
     seq_len = _seq_len(spec, shape)
     precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
     recompute = Recompute() if spec.recompute == "auto" else Recompute(mode=spec.recompute.mode)
@@ -134,14 +134,18 @@ def resolve(
 # The model and what it reads
 
 
-def _lora(spec: JobSpec) -> Lora | None:
+def _lora(spec: JobSpec, shape: ModelShape) -> Lora | None:
     method = spec.method or (LoraMethod() if spec.kind == "finetune" else None)
     if not isinstance(method, LoraMethod):
         return None
     if spec.model.base is None:
         _refuse("method.type", 'LoRA adapts a model that is there: set "model": {"base": …}, or method.type "full"')
-    targets = ALL_LINEAR if method.targets == "all-linear" else tuple(dict.fromkeys(method.targets))
-    return Lora(rank=method.rank, alpha=method.alpha, dropout=method.dropout, targets=targets)
+    said = None if method.targets == "all-linear" else tuple(dict.fromkeys(method.targets))
+    lora = Lora(rank=method.rank, alpha=method.alpha, dropout=method.dropout, targets=said)
+    try:
+        return lora.model_copy(update={"targets": lora.targets_in(shape)})
+    except ValueError as error:
+        _refuse("method.targets", str(error).removeprefix("lora.targets: "))
 
 
 def _format(spec: JobSpec, files: Mapping[str, FileFacts]) -> Literal["text", "chat", "completion"]:
@@ -205,7 +209,8 @@ def _shape(ask: ModelAsk, vocab_size: int | None, *, seq_len: int | None) -> Mod
         sizes["head_dim"] = hidden // heads
     sizes.setdefault("num_kv_heads", heads)
     # SwiGLU has three matrices where others have two: 8/3 of the width keeps the parameters of the usual 4.
-    sizes.setdefault("ffn_hidden_size", -(-8 * hidden // 3 // 64) * 64)
+    gated = FAMILIES[sizes.get("architecture", "llama")].mlp == "swiglu"
+    sizes.setdefault("ffn_hidden_size", -(-8 * hidden // 3 // 64) * 64 if gated else 4 * hidden)
     sizes.setdefault("max_seq_len", seq_len or DEFAULT_SEQ_LEN)
     if vocab_size is not None:
         if said.get("vocab_size", vocab_size) < vocab_size:

@@ -13,7 +13,6 @@ from core.presets import PRESETS
 from engine import config
 
 _DURATION = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?")
-Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
 Whole = Annotated[int, Strict(), Field(le=2**31 - 1)]
 """An integer, and no text or truth value that could pass for one.
 
@@ -70,9 +69,9 @@ class ModelAsk(Ask):
     head_dim: Size | None = Field(None, ge=2)
     """Default: `hidden_size / num_heads`."""
     sliding_window: Size | None = None
-    """Tokens that a token sees in each layer, itself among them. Default: all before it. Not in `llama`."""
+    """Tokens that a token sees in each layer, itself among them. Default: all before it. In mistral and the qwens."""
     ffn_hidden_size: Size | None = None
-    """Width of the feed-forward part. Default: 8/3 of `hidden_size`, rounded up to 64."""
+    """Width of the feed-forward part. Default: 8/3 of `hidden_size`, rounded up to 64; 4 times it without a gate."""
     max_seq_len: Size | None = None
     """Longest sequence the model is meant for, in tokens. Default: `data.seq_len`, or 1024."""
     vocab_size: Size | None = Field(None, ge=2)
@@ -82,9 +81,13 @@ class ModelAsk(Ask):
     norm_eps: Real | None = Field(None, gt=0, le=1)
     """Default: 1e-5."""
     rope_theta: Real | None = Field(None, gt=1, le=1e12)
-    """Base of the rotary frequencies. Default: 10000."""
+    """Base of the rotary frequencies. Default: 10000. Not in gpt2 and bloom, nor the next."""
     rope_scaling: dict[Text, Text | Whole | Real | Flag | list[Real]] | None = Field(None, max_length=16)
     """As in Hugging Face's `config.json`. Default: none."""
+    hidden_dropout: Real | None = Field(None, ge=0, lt=1)
+    """Share of features dropped in training, of what is added to the residual. Default: 0. In gpt2 and bloom."""
+    attention_dropout: Real | None = Field(None, ge=0, lt=1)
+    """Share of attention's probabilities dropped in training; whole score matrices are then computed. Default: 0."""
     init_std: Real | None = Field(None, gt=0, le=10)
     """Standard deviation of the initial weights. Default: 0.02."""
 
@@ -153,8 +156,8 @@ class LoraMethod(Ask):
     """Adapters are scaled by `alpha / rank`."""
     dropout: Real = Field(0.0, ge=0, lt=1)
     """Share of the adapter's inputs dropped in training."""
-    targets: Literal["all-linear"] | Annotated[tuple[Target, ...], Field(min_length=1)] = "all-linear"
-    """Which matrices are adapted."""
+    targets: Literal["all-linear"] | Annotated[tuple[config.Target, ...], Field(min_length=1)] = "all-linear"
+    """Which matrices are adapted: all that the model's family has, or those named. gpt2 and bloom have no gate."""
 
 
 class TrainingAsk(Ask):

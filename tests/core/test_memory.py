@@ -26,7 +26,21 @@ def test_parameters_are_counted_once_each(tied: bool, count: int) -> None:
 @pytest.mark.parametrize(
     ("preset", "billions"),
     # Llama 2's and TinyLlama's published sizes; Korthikanti et al. 2022, table 3.
-    [("llama-7b", 6.738), ("llama-1.1b", 1.100), ("22b", 22), ("175b", 175), ("530b", 530), ("1t", 1008)],
+    # GPT-2's 124M and BLOOM's 559M as `transformers` counts them.
+    [
+        ("llama-7b", 6.738),
+        ("llama-1.1b", 1.100),
+        ("22b", 22),
+        ("175b", 175),
+        ("530b", 530),
+        ("1t", 1008),
+        ("gpt2", 0.12444),
+        ("bloom-560m", 0.559215),
+        ("gpt-22b", 22),
+        ("gpt-175b", 175),
+        ("gpt-530b", 530),
+        ("gpt-1t", 1008),
+    ],
 )
 def test_presets_have_the_size_of_their_name(preset: str, billions: float) -> None:
     fields = PRESETS[preset]
@@ -34,10 +48,19 @@ def test_presets_have_the_size_of_their_name(preset: str, billions: float) -> No
     assert memory.parameters(shape) / 1e9 == pytest.approx(billions, rel=0.012)
 
 
+@pytest.mark.parametrize("preset", ["gpt2", "gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t"])
+def test_a_gpt_has_the_parameters_of_the_papers_formula(preset: str) -> None:
+    fields = PRESETS[preset]
+    shape = ModelShape.model_validate(fields | {"head_dim": fields["hidden_size"] // fields["num_heads"]})
+    layers, hidden, rows = shape.num_layers, shape.hidden_size, shape.vocab_size + shape.max_seq_len
+    # Narayanan et al. 2021, equation 2: 12 l h^2 (1 + 13 / 12 h + (V + s) / 12 l h), which leaves out the last norm.
+    assert memory.parameters(shape) == 12 * layers * hidden**2 + 13 * layers * hidden + rows * hidden + 2 * hidden
+
+
 def test_every_preset_is_a_shape_that_eight_ranks_can_share_where_heads_allow_it() -> None:
     for name, fields in PRESETS.items():
         shape = ModelShape.model_validate(fields | {"head_dim": fields["hidden_size"] // fields["num_heads"]})
-        if name in {"22b", "175b", "530b", "1t"}:
+        if name.removeprefix("gpt-") in {"22b", "175b", "530b", "1t"}:
             Parallel(tensor=8, sequence=True).check(shape, seq_len=2048)
 
 
@@ -134,16 +157,17 @@ def test_lora_trains_the_adapters_only() -> None:
     assert needs.weights == 2 * (memory.parameters(TINY) + memory.adapter_parameters(TINY, lora))
 
 
-def test_context_ranks_share_activations_and_the_optimizer_and_have_all_keys_of_a_layer_for_a_while() -> None:
+def test_context_ranks_have_their_share_of_activations_and_of_the_optimizer_and_all_keys_of_a_layer_for_a_while() -> (
+    None
+):
     def needs(context: int) -> memory.Memory:
         return memory.estimate(
             TINY, seq_len=8, micro_batch=1, precision="bf16", recompute=Recompute(), parallel=Parallel(context=context)
         )
 
     one, two = needs(1), needs(2)
-    # Keys and values of 8 tokens are 16 wide, in two bytes; as they arrive and in order, and their gradients. Chunks of
-    # two tokens look at one and four, or at two and three, chunks of keys: five of 2 x 2.
-    assert two.activations == one.activations // 2 + 2 * (4 * 8 * 16 + 5 * 2 * 2)
+    # Keys and values of 8 tokens are 16 wide, in two bytes; as they arrive and in order, and their gradients.
+    assert two.activations == one.activations // 2 + 4 * 8 * 16 * 2
     assert two.logits == one.logits // 2
     assert two.weights == one.weights
     # Masters and moments are halved, and beside them stands a reduced copy of the gradients.

@@ -63,7 +63,8 @@ def test_the_shortest_finetune_is_a_whole_job() -> None:
     assert (run.base, run.model, run.tokenizer.type) == (Path("base"), None, "base")
     assert run.objective == "sft"
     assert run.lora is not None
-    assert (run.lora.rank, run.lora.alpha, len(run.lora.targets)) == (16, 32.0, 7)
+    assert (run.lora.rank, run.lora.alpha) == (16, 32.0)
+    assert run.lora.targets == ("q", "k", "v", "o", "gate", "up", "down")
     assert run.export.base_name == BASE.name
     assert run.data.train == (Path("data/train-0.jsonl"),)
     assert (run.data.format, run.data.seq_len, run.data.packing) == ("chat", 128, True)
@@ -91,6 +92,30 @@ def test_a_model_from_scratch_has_what_its_family_has() -> None:
     biased = resolved(SCRATCH, model=SCRATCH["model"] | {"architecture": "qwen2"}).run.model
     assert biased is not None
     assert (biased.attention_bias, biased.sliding_window) == ("qkv", None)
+
+
+def test_a_gpt_has_four_times_the_width_and_the_dropout_that_is_asked_for() -> None:
+    model = {**SCRATCH["model"], "architecture": "gpt2", "hidden_dropout": 0.1, "attention_dropout": 0.2}
+    run = resolved(SCRATCH, model=model).run
+    assert run.model is not None
+    assert (run.model.ffn_hidden_size, run.model.hidden_dropout, run.model.attention_dropout) == (64, 0.1, 0.2)
+    preset = resolved({"kind": "pretrain", "model": {"preset": "gpt2"}, "data": {"train": ["file-text"]}}).run.model
+    assert preset is not None
+    assert (preset.architecture, preset.max_seq_len, preset.hidden_dropout) == ("gpt2", 1024, 0.0)
+
+
+def test_a_family_without_a_gate_has_its_other_matrices_adapted() -> None:
+    gpt2 = make.shape(architecture="gpt2", num_kv_heads=4, max_seq_len=128)
+
+    def on_gpt2(**method: Any) -> Resolution:
+        asked = JobSpec.model_validate(FINETUNE | {"method": {"type": "lora", **method}})
+        return resolve(asked, base=BaseFacts("tiny", gpt2), files=FILES, cluster=ClusterFacts(largest_node=4))
+
+    assert on_gpt2().run.lora is not None
+    assert on_gpt2().run.lora.targets == ("q", "k", "v", "o", "up", "down")  # type: ignore[union-attr]
+    with pytest.raises(InvalidSpec, match="gpt2 has no 'gate'; choose from q, k, v, o, up, down") as refusal:
+        on_gpt2(targets=["q", "gate"])
+    assert refusal.value.param == "method.targets"
 
 
 def test_on_gpus_the_default_is_bf16_with_the_peak_for_mfu() -> None:
@@ -296,6 +321,14 @@ REFUSALS: list[Any] = [
     pytest.param(
         SCRATCH, {"model": {"preset": "llama-15m", "sliding_window": 8}}, "model.sliding_window", "use mistral",
         id="window of a family that has none",
+    ),
+    pytest.param(
+        SCRATCH, {"model": {"preset": "gpt2", "num_kv_heads": 4}}, "model.num_kv_heads", "use num_heads=12",
+        id="groups of a family that has none",
+    ),
+    pytest.param(
+        SCRATCH, {"model": {"preset": "llama-15m", "hidden_dropout": 0.1}}, "model.hidden_dropout", "use gpt2",
+        id="dropout of a family that has none",
     ),
     pytest.param(
         SCRATCH, {"model": SCRATCH["model"] | {"num_heads": 3}}, "model.num_heads", "try num_heads=2", id="head size"
