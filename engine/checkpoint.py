@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -129,12 +129,15 @@ def on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
     return copies
 
 
-def write(path: Path, snapshot: Snapshot) -> None:
-    """Write a rank's boxes, and what they are into a note for rank 0. Leaves neither where it fails."""
+def write(path: Path, snapshot: Snapshot, *, wrote: Callable[[], object] = lambda: None) -> None:
+    """Write a rank's boxes, and what they are into a note for rank 0. Leaves neither where it fails.
+
+    `wrote` is called after each tensor.
+    """
     name = f"rank-{snapshot.rank:05d}"
     file, note = path / f"{name}.safetensors", path / f"{name}.note"
     try:
-        sha256 = tensorfile.write(file, snapshot.tensors)
+        sha256 = tensorfile.write(file, snapshot.tensors, wrote=wrote)
         note.write_text(json.dumps({"file": file.name, "sha256": sha256, "pieces": snapshot.pieces}))
     except BaseException:
         # A full disk must have room to say so.
@@ -218,7 +221,7 @@ def load(path: Path, optimizer: Optimizer, *, base: str | None) -> Facts:
         verify(path, share=mesh.world_rank, shares=mesh.parallel.ranks)
         index = json.loads((path / INDEX).read_text())
         check_fits(path, index, optimizer, base=base)
-        fill(path, index["pieces"], optimizer.pieces())
+        fill(path, index["pieces"], mesh.stopwatch.whereabouts.through(optimizer.pieces()))
         optimizer.steps = index["updates"]
     optimizer.publish()
     return facts_of(index)

@@ -531,6 +531,11 @@ class RunConfig(Part):
     device: Literal["cpu", "cuda"] = "cpu"
     resume: Path | None = None
     """Checkpoint folder to continue from, relative to the run directory or absolute."""
+    stall_seconds: float | None = Field(600.0, gt=0)
+    """A run in which no rank has gone on for so long ends, naming the one that the others wait for; None waits on.
+
+    Whatever ends counts: an exchange between ranks, a micro-batch, a piece of the data or of a checkpoint.
+    """
     peak_flops_per_rank: float | None = Field(None, gt=0)
     """FLOP/s of one device at `training.precision`, for MFU; None leaves MFU out."""
 

@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from engine import failure
+from engine import failure, stacks, whereabouts
 from engine.config import RunConfig
 from engine.emit import Emitter, last_event
 from engine.events import CheckpointSaved, Failed, Finished, Stopped, adapter
+from engine.stall import Found, Stillness, verdict
 from engine.standing import RENDEZVOUS
+from engine.whereabouts import Place
 
 log = logging.getLogger(__name__)
 
@@ -84,16 +86,22 @@ def launch(
         crew = start(run_file.absolute(), ranks=ranks, threads=threads, rendezvous=rendezvous, command=command)
         stack.callback(kill, crew)
         watch.look_after(crew)
-        fallen = watch_over(crew, watch, run_dir / EVENTS)
+        fallen = watch_over(crew, watch, run_dir, stillness_of(run_file))
         kill(crew)
+    if isinstance(fallen, Failed):
+        return conclude(run_dir, fallen)
     if watch.stopping and fallen is None:
         return conclude(run_dir, Stopped(step=safe_step(run_file)))
     memory_kill = kernel_memory_kills() > kills_before
     return conclude(run_dir, reason(run_dir, ranks, fallen, memory_kill=memory_kill))
 
 
-def watch_over(crew: Sequence[Rank], watch: Watch, events: Path) -> Rank | None:
-    """Wait until the run is over; the rank that ended it by falling, or None. Ranks may be left, for nothing good."""
+def watch_over(crew: Sequence[Rank], watch: Watch, run_dir: Path, stillness: Stillness | None) -> Rank | Failed | None:
+    """Wait until the run is over; the rank that ended it by falling, why it has stalled, or None.
+
+    Ranks may be left, for nothing good.
+    """
+    events = run_dir / EVENTS
     while any(rank.process.poll() is None for rank in crew):
         if (fallen := next((rank for rank in crew if rank.ended_badly), None)) is not None:
             return fallen
@@ -103,15 +111,44 @@ def watch_over(crew: Sequence[Rank], watch: Watch, events: Path) -> Rank | None:
         elif over or (watch.stopping and not has_started(events)):
             # A rank inside a library, or waiting for one that is gone, does not hear that it is told to stop.
             watch.leave_within(SPEAK_SECONDS)
-        if not watch.wait():
+        if not watch.wait(None if stillness is None else stillness.interval):
             return None
+        places = [whereabouts.read(whereabouts.path_of(run_dir, rank.number)) for rank in crew]
+        if stillness is not None and stillness.is_too_long(places, time.monotonic()):
+            return verdict(questioned(crew, places, watch, run_dir), seconds=stillness.seconds)
     return next((rank for rank in crew if rank.ended_badly), None)
+
+
+def questioned(crew: Sequence[Rank], places: Sequence[Place | None], watch: Watch, run_dir: Path) -> list[Found]:
+    """What there is to know of each rank; those that answer write their stacks into their logs."""
+    # One that has not said where it is does not listen yet, and the question would end it.
+    pids = [
+        rank.process.pid if place is not None and rank.process.poll() is None else None
+        for rank, place in zip(crew, places, strict=True)
+    ]
+    answers = stacks.ask(pids, [log_of(run_dir, rank) for rank in crew], watch.wait)
+    states = [stacks.state_of(rank.process.pid) for rank in crew]
+    return [Found(*facts) for facts in zip(places, answers, states, strict=True)]
+
+
+def stillness_of(run_file: Path) -> Stillness | None:
+    """For how long the run may be still; None where it may for ever, or where the ranks will say what is wrong."""
+    try:
+        seconds = RunConfig.model_validate_json(run_file.read_bytes()).stall_seconds
+    except ValueError:
+        return None
+    return None if seconds is None else Stillness(seconds)
+
+
+def log_of(run_dir: Path, rank: Rank) -> Path:
+    return run_dir / "logs" / f"rank-{rank.number}.log"
 
 
 def clear(run_dir: Path) -> None:
     """Make room for this run's own traces where an earlier one ran in the same folder."""
     (run_dir / EVENTS).unlink(missing_ok=True)
     failure.forget(run_dir)
+    whereabouts.forget(run_dir)
     (run_dir / "logs").mkdir(exist_ok=True)
 
 
@@ -224,8 +261,8 @@ class Watch:
         until = time.monotonic() + seconds
         self.until = until if self.until is None else min(self.until, until)
 
-    def wait(self) -> bool:
-        """Return when a child may have ended, or False where `until` has come.
+    def wait(self, at_most: float | None = None) -> bool:
+        """Return when a child may have ended or `at_most` seconds are over, False where `until` has come.
 
         Dies, and takes the whole group along, when the lease is over.
         """
@@ -233,6 +270,8 @@ class Watch:
         lease_ends = None if self.timeout is None else self.renewed + self.timeout
         ends = [moment for moment in (lease_ends, self.until) if moment is not None]
         left = max(0.0, min(ends) - time.monotonic()) if ends else None
+        if at_most is not None:
+            left = at_most if left is None else min(left, at_most)
         ready, _, _ = select.select([self.wakeup, *([] if stdin is None else [stdin])], [], [], left)
         if self.wakeup in ready:
             self.wakeup.recv(4096)

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine import failure, launch
+from engine import failure, launch, stacks
 from engine.config import RunConfig
 from engine.emit import Emitter, last_event
 from engine.events import Event, Failed, Stopped
 from engine.standing import Standing, standing
 from engine.stop import Stop, StopWish
+from engine.whereabouts import Whereabouts, path_of
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ def main(run_file: Path) -> int:
     wish, me, run_dir = StopWish(), standing(), run_file.absolute().parent
     # Sums of different numbers of threads differ in the last bit, so the number is said and not left to chance.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, launch.cores() // me.world_size)))
+    stacks.answer()
+    # Whoever reads this file may ask for stacks.
+    whereabouts = Whereabouts(path_of(run_dir, me.world_rank) if me.launched else None)
     with events_of(me, run_dir) as emit:
         try:
             try:
@@ -41,7 +45,7 @@ def main(run_file: Path) -> int:
                 # Seconds of importing torch.
                 from engine import trainer
 
-                trainer.train(run, run_dir, emit, wish)
+                trainer.train(run, run_dir, emit, wish, whereabouts)
             except Exception as error:
                 if wish.wanted and failure.lost_contact(error):
                     raise Stop from error

@@ -115,7 +115,8 @@ class Saver:
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        writing = in_thread(lambda: checkpoint.write(unfinished, snapshot), "checkpoint-writer")
+        went_on = self.mesh.stopwatch.whereabouts.go_on
+        writing = in_thread(lambda: checkpoint.write(unfinished, snapshot, wrote=went_on), "checkpoint-writer")
         self.under_way = Saving(snapshot, path, begun, time.perf_counter() - begun, writing)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,11 @@ DTYPES = {
 """Names in the format's header."""
 
 
-def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> str:
-    """Write `tensors` durably under their names, and return the file's sha256. Views of one storage are fine."""
+def write(path: Path, tensors: Sequence[tuple[str, Tensor]], *, wrote: Callable[[], object] = lambda: None) -> str:
+    """Write `tensors` durably under their names, and return the file's sha256. Views of one storage are fine.
+
+    `wrote` is called after each of them.
+    """
     header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors:
@@ -38,6 +41,7 @@ def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> str:
         for part in chain([head], (_bytes_of(tensor) for _, tensor in tensors)):
             digest.update(part)
             file.write(part)
+            wrote()
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()

@@ -55,6 +55,8 @@ def train(run: RunConfig, run_dir: Path, emit: Emit, wish: StopWish, whereabouts
 
     Raises Stop where it is told to stop and has nothing to save, RunFailure or another error where it can't go on.
     """
+    if whereabouts is not None:
+        whereabouts.go_on("meeting")
     with blame("invalid_model"):
         mesh = build(run.parallel, run.device, timeout=PATIENCE, whereabouts=whereabouts)
     report = Reporter(emit, mesh.stopwatch.whereabouts)

@@ -79,7 +79,7 @@ def load(decoder: Decoder, directory: Path) -> None:
             raise InvalidWeights(
                 f"{directory.name}: tensor {min(unknown)} is not part of the model; is config.json its own?"
             )
-        for name, parameter in parameters.items():
+        for name, parameter in decoder.mesh.stopwatch.whereabouts.through(parameters.items()):
             placement = placement_of(parameter)
             parameter.zero_()
             placement.true_part(parameter).copy_(folder.piece(name, placement))
@@ -90,7 +90,7 @@ def whole_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
     All ranks of a tensor axis go through it together, for each tensor is gathered from them.
     """
-    for name, parameter in decoder.named_parameters():
+    for name, parameter in decoder.mesh.stopwatch.whereabouts.through(decoder.named_parameters()):
         if ".adapter." not in name:
             yield name, whole(parameter, parameter, decoder.axis).cpu()
 

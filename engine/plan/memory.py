@@ -137,12 +137,16 @@ def layer_activations(
     return tokens * (element * kept + rows)
 
 
-def gathered_keys(shape: ModelShape, *, seq_len: int, micro_batch: int, parallel: Parallel, element: int) -> int:
-    """Bytes of all context ranks' keys and values, which are there for one layer at a time.
+def beyond_its_share(shape: ModelShape, *, seq_len: int, micro_batch: int, parallel: Parallel, element: int) -> int:
+    """Bytes that a context rank needs besides what belongs to its tokens, for one micro-batch.
 
-    As they arrive and in the order of the row, and so their gradients on the way back.
+    Keys and values of all ranks, for one layer at a time: as they arrive and in the order of the row, and so their
+    gradients on the way back. And masks, for all layers: a rank's two chunks look at 2C + 1 chunks of keys.
     """
-    return 4 * element * seq_len * micro_batch * 2 * keys_per_rank(shape, tensor=parallel.tensor)
+    keys = 4 * seq_len * 2 * keys_per_rank(shape, tensor=parallel.tensor)
+    chunk = seq_len // (2 * parallel.context)
+    masks = (2 * parallel.context + 1) * chunk**2
+    return element * micro_batch * (keys + masks)
 
 
 def estimate(
@@ -178,7 +182,7 @@ def estimate(
     tokens = seq_len // parallel.context * micro_batch
     activations += 2 * element * tokens * ends
     if parallel.context > 1:
-        activations += gathered_keys(
+        activations += beyond_its_share(
             shape, seq_len=seq_len, micro_batch=micro_batch, parallel=parallel, element=element
         )
     share = -(-shape.vocab_size // parallel.tensor)

@@ -139,6 +139,28 @@ def test_four_ranks_have_the_loss_and_every_gradient_of_one(world4: World, paral
     holds(world4.run(compare_with_one_rank, parallel, WINDOWED, packed=True, recompute=recompute))
 
 
+def test_key_heads_held_in_copies_are_shared_along_the_row_too(world4: World) -> None:
+    parallel = Parallel(context=2, tensor=2, sequence=True)
+    holds(world4.run(compare_with_one_rank, parallel, {"num_kv_heads": 1}, packed=True))
+
+
+def in_bf16() -> tuple[float, float]:
+    """Loss of a sequence of which each rank has a part, and that of one rank in fp32."""
+    alone, _ = nets.trained(nets.decoder(nets.shape()), nets.batch())
+    grid = mesh.build(Parallel(context=2))
+    parts = nets.decoder(nets.shape(), grid=grid, dtype=torch.bfloat16).loss(nets.batch())
+    parts.loss_sum.backward()
+    sums = torch.stack((parts.loss_sum.detach(), parts.label_count))
+    dist.all_reduce(sums)
+    grid.close()
+    return (sums[0] / sums[1]).item(), alone
+
+
+def test_bf16_stays_near_fp32(world2: World) -> None:
+    for loss, alone in world2.run(in_bf16):
+        assert loss == pytest.approx(alone, rel=1e-2)
+
+
 @pytest.mark.parametrize(
     "recompute",
     ["none", "selective", "full", ("qkv", "norm"), ("qkv", "attention_core")],

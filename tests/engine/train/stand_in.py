@@ -9,9 +9,11 @@ import signal
 import sys
 from pathlib import Path
 
+from engine import stacks
 from engine.emit import Emitter
 from engine.events import Failed, Finished, Stopped
 from engine.failure import hand_over
+from engine.whereabouts import Whereabouts, path_of
 
 run_file = Path(sys.argv[1])
 rank = int(os.environ["RANK"])
@@ -28,6 +30,20 @@ def end(event) -> None:
 def stop(*_: object) -> None:
     end(Stopped(step=7))
     os._exit(0)
+
+
+def stand(*, waiting: bool) -> None:
+    """Say where this rank is, then go nowhere; asked for its stacks it answers."""
+    stacks.answer()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+    whereabouts = Whereabouts(path_of(run_file.parent, rank))
+    whereabouts.go_on("step", step=3)
+    if waiting:
+        whereabouts.wait()
+    if script == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        signal.pause()
 
 
 signal.signal(signal.SIGTERM, stop)
@@ -51,6 +67,10 @@ match script:
         os.write(fifo, b"deaf\n")
         while True:
             signal.pause()
+    case "wait" | "freeze":
+        stand(waiting=True)
+    case "stand":
+        stand(waiting=False)
     case "train":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         while True:

@@ -19,7 +19,8 @@ from tests.engine.train.runs import config
 LAUNCH = """
 import sys
 from pathlib import Path
-from engine import launch as module
+from engine import launch as module, stacks
+stacks.ANSWER_SECONDS = {answer}
 from engine.launch import launch
 module.LEAVE_SECONDS = module.SPEAK_SECONDS = {leave}
 timeout = float(sys.argv[3]) if sys.argv[3:] else None
@@ -33,11 +34,18 @@ class Run:
     """A launcher at work, and the fifo that its ranks hold open."""
 
     def __init__(
-        self, run_dir: Path, *, heartbeat_timeout: float | None = None, leave: float = DEADLINE, **script: str
+        self,
+        run_dir: Path,
+        *,
+        heartbeat_timeout: float | None = None,
+        leave: float = DEADLINE,
+        answer: float = DEADLINE,
+        stall_seconds: float | None = None,
+        **script: str,
     ) -> None:
         self.run_dir = run_dir
         numbered = {name.removeprefix("rank"): does for name, does in script.items()}
-        (run_dir / "run.json").write_text(config().model_dump_json())
+        (run_dir / "run.json").write_text(config(stall_seconds=stall_seconds).model_dump_json())
         (run_dir / "script.json").write_text(json.dumps(numbered))
         os.mkfifo(run_dir / "up")
         self.fifo = os.open(run_dir / "up", os.O_RDONLY | os.O_NONBLOCK)
@@ -45,7 +53,7 @@ class Run:
         arguments = [str(run_dir / "run.json"), str(len(script))]
         arguments += [] if heartbeat_timeout is None else [str(heartbeat_timeout)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH.format(command=STAND_IN, leave=leave), *arguments],
+            [sys.executable, "-c", LAUNCH.format(command=STAND_IN, leave=leave, answer=answer), *arguments],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
@@ -162,6 +170,36 @@ def test_a_rank_that_stays_when_the_run_is_over_is_killed(start):
     run.go()
     assert run.gone() == 0
     assert run.last().type == "finished"
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_a_rank_that_the_others_wait_for_is_named_with_where_it_stands(start, tmp_path, waits):
+    run = start(stall_seconds=0.5, **{f"rank{waits}": "wait", f"rank{1 - waits}": "stand"})
+    run.go()
+    assert run.gone() == 1
+    assert (run.last().code, run.last().rank) == ("stalled", 1 - waits)
+    assert f"in step 3: the others wait for rank {1 - waits} of 2, which stands in stand (train/stand_in.py" in (
+        run.last().message
+    )
+    assert all("in stand\n" in (tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1))
+
+
+def test_a_rank_that_does_not_answer_is_frozen(start):
+    run = start(stall_seconds=0.5, answer=1.0, rank0="wait", rank1="freeze", rank2="wait")
+    run.go()
+    assert run.gone() == 1
+    assert (run.last().code, run.last().rank) == ("stalled", 1)
+    assert run.last().message.endswith("rank 1 of 3 is frozen and does not answer (it was stopped by a signal)")
+
+
+def test_ranks_that_never_said_where_they_are_are_left_alone(start):
+    run = start(stall_seconds=0.1, rank0="train", rank1="train")
+    run.go()
+    begun = time.monotonic()
+    while time.monotonic() < begun + 0.5:
+        assert run.process.poll() is None
+    run.process.send_signal(signal.SIGTERM)
+    assert run.gone() == 0
 
 
 def test_sigterm_reaches_the_ranks_and_a_stopped_run_ends_with_0(start):

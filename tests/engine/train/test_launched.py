@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.emit import last_event
+from engine.launch import launch
 from tests.engine.train import runs
 
 DEADLINE = 90.0
@@ -70,6 +71,42 @@ def test_a_killed_rank_is_named_and_takes_the_other_along(launched, tmp_path):
     assert not running(first)
     event = last_event(tmp_path / "events.jsonl")
     assert (event.code, event.rank, event.message) == ("rank_lost", 1, "rank 1 of 2 was killed by SIGKILL")
+
+
+STUCK = {
+    "endless-loop": ("while True: pass", "the others wait for rank 1 of 2, which stands in stuck (<string>:"),
+    "sleep": ("time.sleep(3600)", "the others wait for rank 1 of 2, which stands in stuck (<string>:"),
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 of 2 is frozen and does not answer (it was stopped"),
+}
+STUCK_RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from engine import rank, trainer
+
+def stuck(self, step_index):
+    if step_index == 2 and self.data_rank == 1:
+        {does}
+    return make_batches(self, step_index)
+
+make_batches, trainer.Loader.step = trainer.Loader.step, stuck
+code = rank.main(Path(sys.argv[1]))
+os._exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    "how", ["endless-loop", *(pytest.param(how, marks=pytest.mark.slow) for how in ("sleep", "stopped"))]
+)
+def test_a_stalled_rank_is_named_with_where_it_stands(tmp_path, how):
+    does, said = STUCK[how]
+    run_file = runs.write(tmp_path, runs.config(parallel={"data": 2}, stall_seconds=3))
+    command = [sys.executable, "-c", STUCK_RANK.format(does=does)]
+    assert launch(run_file, ranks=2, command=command) == 1
+    event = last_event(tmp_path / "events.jsonl")
+    assert (event.code, event.rank) == ("stalled", 1)
+    assert f", in step 3: {said}" in event.message
+    # Rank 0 waits for what all ranks agree on before a step.
+    assert "in agree\n" in (tmp_path / "logs" / "rank-0.log").read_text()
 
 
 @pytest.mark.slow

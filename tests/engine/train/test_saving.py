@@ -24,9 +24,9 @@ def disk(monkeypatch):
     """A disk that takes nothing before it is told to."""
     ready, write = threading.Event(), tensorfile.write
 
-    def wait_and_write(*args):
+    def wait_and_write(*args, **options):
         assert ready.wait(PATIENCE)
-        return write(*args)
+        return write(*args, **options)
 
     monkeypatch.setattr(tensorfile, "write", wait_and_write)
     yield ready
@@ -107,7 +107,7 @@ FAILS = {"write": (tensorfile, "write"), "publish": (checkpoint, "publish")}
 def fail_to_save(run_dir, run, rank, what):
     """What each rank raised, and how many steps it had done, when `rank` could not do one part of a save."""
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     module, name = FAILS[what]

@@ -327,7 +327,7 @@ def test_a_fraction_that_holds_out_nothing_or_everything_is_refused(fraction):
     ],
 )
 def test_what_goes_wrong_in_a_step_has_its_code(tmp_path, monkeypatch, signals, error, code):
-    def fails(*_):
+    def fails(*_, **__):
         raise error
 
     runs.write(tmp_path, runs.config(training={"checkpoint_every": 1}))
