@@ -11,7 +11,7 @@ HINTS: dict[ErrorCode, str] = {
     "invalid_model": "Check that the base model's folder is complete and of a supported family.",
     "out_of_memory": "Lower training.micro_batch or data.seq_len, set recompute to full, or raise parallel.tensor or "
     "parallel.context.",
-    "non_finite_loss": "Lower training.lr, lengthen training.warmup, or train in fp32; look at the rows of that step.",
+    "non_finite_loss": "Look at the lines it names; lower training.lr, train in fp32, or let training.non_finite skip.",
     "rank_lost": "See the logs of that rank; when nothing is there, the host ended it, often for lack of memory.",
     "stalled": "See the logs of each rank for where it waits; then retry the job.",
     "disk_full": "Free space on the host or keep fewer checkpoints (training.keep_checkpoints), then retry the job.",

@@ -422,6 +422,8 @@ def _training(
         checkpoint_every=ask.checkpoint_every
         or max(1, min(MOST_STEPS_BETWEEN_CHECKPOINTS, steps // CHECKPOINTS_IN_A_RUN)),
         keep_checkpoints=ask.keep_checkpoints,
+        non_finite=ask.non_finite,
+        max_recoveries=ask.max_recoveries,
     )
 
 

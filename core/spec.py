@@ -195,6 +195,11 @@ class TrainingAsk(Ask):
     """Default: a tenth of the run, at most 500 steps."""
     keep_checkpoints: Whole = Field(3, ge=1)
     """Newest checkpoints kept."""
+    non_finite: Literal["stop", "skip", "roll_back"] = "stop"
+    """What follows a loss or a gradient that is not finite. stop: the job fails, naming the lines of data; skip: the
+    step makes no update; roll_back: training goes back to the last checkpoint and leaves out the rows since."""
+    max_recoveries: Whole = Field(3, ge=1)
+    """Times that it may skip or roll back before it stops."""
 
     @model_validator(mode="after")
     def one_length(self) -> Self:

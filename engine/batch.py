@@ -42,6 +42,15 @@ class Batch:
         }
         return replace(self, **chosen, num_labels=None)
 
+    def row(self, number: int) -> Self:
+        """One row alone, as a batch."""
+        chosen: dict[str, Any] = {
+            field.name: x[number : number + 1]
+            for field in fields(self)
+            if isinstance(x := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **chosen, num_labels=None)
+
     def to(self, device: torch.device) -> Self:
         """The same batch on `device`."""
         moved = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -482,6 +482,14 @@ class Training(Part):
     """Steps between checkpoints; None saves at the end, and when stopped."""
     keep_checkpoints: int = Field(3, ge=1)
     """Newest checkpoints kept on disk."""
+    non_finite: Literal["stop", "skip", "roll_back"] = "stop"
+    """What follows a loss or a gradient that is not finite. stop: the run fails, naming the rows; skip: the step makes
+    no update; roll_back: the run goes back to its last checkpoint, or to its start, and leaves out the rows since
+    (Chowdhery et al. 2022, section 5.1)."""
+    max_recoveries: int = Field(3, ge=1)
+    """Times that a run may skip or roll back before it stops."""
+    check_replicas_every: int | None = Field(100, ge=1)
+    """Steps between comparisons of what several ranks must hold alike; None compares before checkpoints only."""
 
     @model_validator(mode="after")
     def one_length_and_whole_batches(self) -> Self:

@@ -156,6 +156,20 @@ class Optimizer:
                 dist.all_reduce(self.gradients_N, group=self.group)
         return self._norm()
 
+    def drop_gradients(self) -> float:
+        """Forget the gradients that have come since the last step; the L2 norm of what this rank had of them."""
+        arrived = [slot for slot in self.slots if slot.name in self._arrived]
+        self._arrived.clear()
+        total = sum((square_sum(self.gradients_N[slot.start : slot.stop]) for slot in arrived), torch.zeros(()))
+        return float(total.sqrt())
+
+    def restart(self) -> None:
+        """Begin anew from the model's weights as they are: no moments, no updates."""
+        self.masters_S.copy_(self.weights_S)
+        self.averages_S.zero_()
+        self.squares_S.zero_()
+        self.steps = 0
+
     def _norm(self) -> float:
         """L2 norm of the global gradient: shares are added up, and what several ranks hold counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)

@@ -23,6 +23,7 @@ from engine import checkpoint, lora, weights
 from engine.batch import Batch
 from engine.checkpoint import Facts
 from engine.config import RunConfig
+from engine.culprits import NonFinite, non_finite
 from engine.data.format import InvalidData
 from engine.data.loader import Loader
 from engine.data.prepare import Prepared, load_tokenizer, open_prepared, prepare, tokenizer_for
@@ -35,6 +36,7 @@ from engine.optimizer import Optimizer
 from engine.placement import placement_of
 from engine.progress import Reporter
 from engine.rates import rates
+from engine.replicas import Replicas
 from engine.saving import Saved, Saver, Stage
 from engine.schedule import learning_rate
 from engine.stop import StopWish
@@ -160,6 +162,11 @@ class Work:
         """Steps done."""
         self.tokens = 0
         """Trained on so far, padding left out."""
+        self.recoveries = 0
+        """Steps skipped or gone back from, since they were not finite."""
+        self.newest: Path | None = None
+        """The checkpoint that the run would go back to."""
+        self.replicas = Replicas(decoder, self.optimizer, mesh)
         self.saver = Saver(
             run_dir / CHECKPOINTS,
             self.optimizer,
@@ -179,7 +186,8 @@ class Work:
         """Go on from the run's checkpoint, if it has one."""
         if self.run.resume is None:
             return
-        facts = checkpoint.load(self.run_dir / self.run.resume, self.optimizer, base=self.base)
+        self.newest = self.run_dir / self.run.resume
+        facts = checkpoint.load(self.newest, self.optimizer, base=self.base)
         self.step, self.tokens, self.wish.safe_step = facts.step, facts.tokens, facts.step
         self.loader.go_on(step=facts.step, rows=facts.rows)
         if facts.seed != self.run.training.seed:
@@ -234,11 +242,17 @@ class Work:
                 self.save()
                 self.await_save()
                 return False
-            self.take_step(batches, agreed)
+            try:
+                self.take_step(batches, agreed)
+            except NonFinite as trouble:
+                if not self.recover(trouble):
+                    continue
             if is_due(self.step, training.eval_every, self.total_steps):
                 self.validate()
             if is_due(self.step, training.checkpoint_every, self.total_steps):
                 self.save()
+            elif is_due(self.step, training.check_replicas_every, self.total_steps):
+                self.replicas.check()
         self.await_save()
         return True
 
@@ -276,10 +290,17 @@ class Work:
         spent = self.stopwatch.lap()
         loss, *times = self._over_ranks(loss_sum[None], list(spent.values()))
         loss = loss / max(1, agreed.labels)
-        if not isfinite(loss):
-            raise non_finite(number, f"the loss is {loss}")
-        if not isfinite(norm):
-            raise non_finite(number, f"the gradient's norm is {norm}")
+        if not (isfinite(loss) and isfinite(norm)):
+            raise non_finite(
+                self.step,
+                loss=loss,
+                norm=norm,
+                batches=batches,
+                loader=self.loader,
+                files=self.run.data.train,
+                decoder=self.decoder,
+                optimizer=self.optimizer,
+            )
         self.optimizer.update(lr=lr, norm=norm)
         parts_of_time = {part: time / self.run.parallel.ranks for part, time in zip(spent, times, strict=True)}
         tokens, pairs = self.loader.tokens(self.step), self.loader.pairs(self.step)
@@ -301,6 +322,37 @@ class Work:
             )
         )
 
+    def recover(self, trouble: NonFinite) -> bool:
+        """Do as the run says about a step without an update; whether it counts as taken. Raises `trouble` to stop."""
+        training = self.run.training
+        self.recoveries += 1
+        if training.non_finite == "stop" or self.recoveries > training.max_recoveries:
+            raise trouble
+        rows = self.loader.taken(self.step + 1)
+        if training.non_finite == "skip":
+            self.step += 1
+            done = "the step made no update"
+        else:
+            # The one under way counts, on whichever disk: all layouts go back to the same step.
+            self.await_save()
+            self.go_back()
+            self.loader.go_on(step=self.step, rows=rows)
+            done = f"the run went back to step {self.step}, and leaves out the rows since"
+        said = f"{trouble}: {done} (training.non_finite, {self.recoveries} of {training.max_recoveries})"
+        self.emit(Log(level="warning", message=said))
+        return training.non_finite == "skip"
+
+    def go_back(self) -> None:
+        """To the last checkpoint; where there is none yet, to the beginning."""
+        if self.newest is None:
+            fresh = ready_model(self.run, self.run_dir, self.mesh, self.tokenizer)
+            self.decoder.load_state_dict(fresh.state_dict())
+            self.optimizer.restart()
+            self.step = self.tokens = 0
+        else:
+            facts = checkpoint.load(self.newest, self.optimizer, base=self.base)
+            self.step, self.tokens = facts.step, facts.tokens
+
     def validate(self) -> None:
         """Emit the loss over all validation rows, where there are any."""
         if self.prepared.validation is not None:
@@ -319,13 +371,14 @@ class Work:
         loss_sum, labels, correct = self._over_ranks(sums)
         labels = max(1, int(labels))
         if not isfinite(loss := loss_sum / labels):
-            raise non_finite(self.step, f"the validation loss is {loss}")
+            raise NonFinite(self.step, f"the validation loss is {loss}")
         self.emit(Evaluated(step=self.step, loss=loss, token_accuracy=correct / labels, tokens=labels))
 
     def save(self) -> None:
         """Begin to save this step, unless the run already has a checkpoint of it, or will in a moment."""
         if self.step in (self.wish.safe_step, self.saver.step):
             return
+        self.replicas.check()
         with self.stopwatch.span("checkpoint"):
             self.saver.begin(
                 Facts(self.step, self.tokens, self.loader.taken(self.step), self.run.training.seed, self.base)
@@ -338,7 +391,7 @@ class Work:
 
     def tell_saved(self, saved: Saved) -> None:
         """A checkpoint is published: the run can go on from it."""
-        self.wish.safe_step = saved.facts.step
+        self.wish.safe_step, self.newest = saved.facts.step, saved.path
         self.emit(
             CheckpointSaved(
                 step=saved.facts.step,
@@ -388,15 +441,6 @@ def blame(code: ErrorCode) -> Iterator[None]:
 def is_due(step: int, every: int | None, total_steps: int) -> bool:
     """Whether what happens every so many steps, and after the last, happens after `step`."""
     return step == total_steps or (every is not None and step % every == 0)
-
-
-def non_finite(step: int, what: str) -> RunFailure:
-    return RunFailure(
-        "non_finite_loss",
-        f"{what} at step {step}",
-        "Lower training.lr, lengthen training.warmup, or resume from an earlier checkpoint; weights that are already "
-        "not finite come from the base.",
-    )
 
 
 def count(parameters: list[Parameter]) -> int:

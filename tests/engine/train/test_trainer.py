@@ -269,7 +269,9 @@ def test_a_loss_that_is_not_finite_fails_naming_the_step(tmp_path, signals):
     runs.write(tmp_path, runs.config(training={"lr": 1e30, "warmup": 0, "clip": None, "weight_decay": 0}))
     event = failed(tmp_path)
     assert event.code == "non_finite_loss"
-    assert event.message.endswith(" is nan at step 2")
+    assert event.message.endswith(
+        " is nan at step 2; each of its 4 rows gives it, so it is the weights and not the data"
+    )
     assert "training.lr" in event.hint
 
 

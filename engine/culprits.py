@@ -1,0 +1,109 @@
+"""Which rows of a step give a loss or a gradient that is not finite, and which lines of the data they were made of.
+
+Found by running the rows again one at a time, so it takes as long as a few steps; it happens once in a long while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from math import isfinite
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from engine.batch import Batch
+from engine.data.loader import Loader
+from engine.failure import RunFailure
+from engine.mesh import Mesh
+from engine.model import Decoder
+from engine.optimizer import Optimizer
+
+MOST_ROWS = 8
+"""That a message names."""
+MOST_LINES = 8
+"""Of each file, for one row."""
+
+
+class NonFinite(RunFailure):
+    """A step's loss or gradient is not finite, so there was no update."""
+
+    def __init__(self, step: int, what: str, rows: str | None = None) -> None:
+        super().__init__(
+            "non_finite_loss",
+            f"{what} at step {step}" + (f"; {rows}" if rows else ""),
+            "Look at the data there. Lower training.lr, lengthen training.warmup, resume from an earlier checkpoint, "
+            "or let training.non_finite skip such steps; weights that are already not finite come from the base.",
+        )
+
+
+def non_finite(
+    step_index: int,
+    *,
+    loss: float,
+    norm: float,
+    batches: Sequence[Batch],
+    loader: Loader,
+    files: Sequence[Path],
+    decoder: Decoder,
+    optimizer: Optimizer,
+) -> NonFinite:
+    """What to raise for a step, counted from 0, that has this loss and norm. Every rank calls this together."""
+    if isfinite(loss):
+        what = f"the gradient's norm is {norm}"
+        places = found(batches, lambda row: isfinite(own_norm(row, decoder, optimizer)), loader.batch, decoder.mesh)
+    else:
+        what = f"the loss is {loss}"
+        places = found(batches, lambda row: isfinite(own_loss(row, decoder)), loader.batch, decoder.mesh)
+    order = loader.order(step_index)
+    sources = [source(loader.rows.origins(int(order[place])), files) for place in places[:MOST_ROWS]]
+    return NonFinite(step_index + 1, what, in_words(sources, found=len(places), of=len(order)))
+
+
+def found(batches: Iterable[Batch], is_fine: Callable[[Batch], bool], rows: int, mesh: Mesh) -> list[int]:
+    """Places in the step's global batch of the rows that are not fine on some rank."""
+    marks = torch.zeros(rows, dtype=torch.int64)
+    for batch in batches:
+        # A rank without rows has a blank one to take part with.
+        if not batch.num_labels:
+            continue
+        assert batch.rows_B is not None
+        for number, place in enumerate(mesh.stopwatch.whereabouts.through(batch.rows_B.tolist())):
+            if not is_fine(batch.row(number)):
+                marks[place] = 1
+    if mesh.parallel.ranks > 1:
+        with mesh.exchange():
+            dist.all_reduce(marks)
+    return [int(place) for place in marks.nonzero()]
+
+
+@torch.no_grad()
+def own_loss(row: Batch, decoder: Decoder) -> float:
+    return float(decoder.loss(row).loss_sum)
+
+
+def own_norm(row: Batch, decoder: Decoder, optimizer: Optimizer) -> float:
+    """L2 norm of what this rank has of a row's gradient."""
+    decoder.loss(row).loss_sum.backward()  # type: ignore[no-untyped-call]
+    return optimizer.drop_gradients()
+
+
+def source(origins: Iterable[tuple[int, int]], files: Sequence[Path]) -> str:
+    """The lines that a row was made of."""
+    said = []
+    for file, group in groupby(sorted(set(origins)), key=lambda origin: origin[0]):
+        lines = [str(line) for _, line in group]
+        more = f" and {len(lines) - MOST_LINES} more" if len(lines) > MOST_LINES else ""
+        said.append(f"{files[file]} {'line' if len(lines) == 1 else 'lines'} {', '.join(lines[:MOST_LINES])}{more}")
+    return ", ".join(said)
+
+
+def in_words(sources: Sequence[str], *, found: int, of: int) -> str:
+    """Which rows they are, of those in the step."""
+    if found == 0:
+        return "no row of the step gives it alone"
+    if found == of and of > 1:
+        return f"each of its {of} rows gives it, so it is the weights and not the data"
+    more = f"; and {found - len(sources)} rows more" if found > len(sources) else ""
+    return f"it comes from {'; '.join(sources)}{more}"

@@ -1,0 +1,181 @@
+"""A loss or gradient that is not finite: which lines it comes from, and how a run goes on without them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import trainer
+from engine.culprits import NonFinite, in_words
+from engine.data.prepare import shuffled
+from engine.model import Decoder
+from engine.stop import StopWish
+from tests.engine.train import runs
+
+LINES = 9
+BAD = 5
+"""The only line with the byte `BYTE`, counted from 1."""
+BYTE = "~"
+SEED = next(
+    seed for seed in range(1000) if BAD - 1 in shuffled(LINES, seed, 0)[4:8] and BAD - 1 in shuffled(LINES, seed, 1)[7:]
+)
+"""With it the bad line is in the second step of four rows, and then in none before the fifth."""
+LAYOUTS = {
+    "one": {},
+    "tensor-sequence": {"tensor": 2, "sequence": True},
+    "context": {"context": 2},
+    "data": {"data": 2},
+}
+
+
+def config(**changes):
+    training = {"steps": 4, "seed": SEED, "schedule": "constant", "warmup": 0, "non_finite": "stop"}
+    run = runs.config(**runs.COMPLETION, training=training | changes.pop("training", {}))
+    data = run.data.model_copy(update={"packing": False})
+    update = {"model": None, "base": "base", "data": data}
+    return run.model_copy(update=update | {"parallel": runs.config(**changes).parallel})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model that has infinity where the byte `BYTE` is embedded, and there alone."""
+    folder = tmp_path_factory.mktemp("base")
+    run = runs.config(training={"steps": 1}, model=runs.SHAPE | {"tie_embeddings": False})
+    runs.events_of(folder, run)
+    file = folder / "export" / "model" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"][ord(BYTE)] = torch.inf
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder / "export" / "model"
+
+
+def ready(folder, base, run):
+    folder.mkdir()
+    runs.write(folder, run)
+    (folder / "base").symlink_to(base)
+    lines = [{"prompt": f"{n}{BYTE if n == BAD else ''}?", "completion": " yes" * (n % 3 + 1)} for n in range(1, 10)]
+    (folder / "data" / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def tried(folder, run):
+    """The losses, the warnings, and the words of the failure, if it failed."""
+    seen, said = [], None
+    try:
+        trainer.train(run, folder, seen.append, StopWish())
+    except NonFinite as error:
+        said = str(error)
+    return runs.losses(seen), [event.message for event in seen if event.type == "log"], said
+
+
+def on(world2, folder, base, run):
+    ready(folder, base, run)
+    if run.parallel.ranks == 1:
+        return tried(folder, run)
+    first, second = world2.run(tried, folder, run)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_that_stops_names_the_line_of_the_data(world2, tmp_path, base, layout):
+    losses, _, said = on(world2, tmp_path / "run", base, config(parallel=LAYOUTS[layout]))
+    assert len(losses) == 1
+    assert said == f"the loss is nan at step 2; it comes from data/train.jsonl line {BAD}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("policy", ["skip", "roll_back"])
+def test_every_layout_goes_on_alike_without_the_rows(world2, tmp_path, base, policy, layout):
+    training = {"non_finite": policy, "checkpoint_every": 1, "steps": 3}
+    one = on(world2, tmp_path / "one", base, config(training=training))
+    losses, warned, said = on(world2, tmp_path / "run", base, config(training=training, parallel=LAYOUTS[layout]))
+    assert said is None
+    assert losses == pytest.approx(one[0], rel=2e-6)
+    assert len(losses) == (2 if policy == "skip" else 3)
+    (warning,) = (message for message in warned if "step 2" in message)
+    assert f"data/train.jsonl line {BAD}: " in warning
+    assert ("made no update" if policy == "skip" else "went back to step 1") in warning
+
+
+def test_going_back_one_step_trains_what_skipping_it_trains(tmp_path, base):
+    of = {}
+    for policy, steps in (("skip", 4), ("roll_back", 3)):
+        training = {"non_finite": policy, "checkpoint_every": 1, "steps": steps}
+        of[policy], _, said = on(None, tmp_path / policy, base, config(training=training))
+        assert said is None
+    assert of["skip"] == of["roll_back"]
+    assert len(of["skip"]) == 3
+
+
+def test_without_a_checkpoint_a_run_goes_back_to_its_start(tmp_path, base, monkeypatch):
+    run = config(training={"non_finite": "roll_back", "steps": 2})
+    losses, _, _ = on(None, tmp_path / "back", base, run)
+    # A new run that begins with the rows after those of the two steps.
+    monkeypatch.setattr(trainer.Work, "resume", lambda work: work.loader.go_on(step=0, rows=8))
+    fresh, _, _ = on(None, tmp_path / "fresh", base, run)
+    assert losses[1:] == fresh
+    assert len(fresh) == 2
+
+
+def test_after_so_many_times_the_run_stops_all_the_same(tmp_path, base):
+    run = config(training={"non_finite": "skip", "max_recoveries": 2, "steps": 20})
+    losses, warned, said = on(None, tmp_path / "run", base, run)
+    assert [message.rsplit("(", 1)[1] for message in warned if "no update" in message] == [
+        "training.non_finite, 1 of 2)", "training.non_finite, 2 of 2)",
+    ]  # fmt: skip
+    assert f"line {BAD}" in said
+    # The bad line comes once in an epoch of nine rows; in the third of them the run stops.
+    place = 2 * LINES + shuffled(LINES, SEED, 2).tolist().index(BAD - 1)
+    assert len(losses) == place // 4 - 2
+
+
+class Exploding(torch.autograd.Function):
+    """Forward: nothing. Backward: infinity."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.inf
+
+
+def explode_at_the_byte(run_dir, run):
+    loss = Decoder.loss
+
+    def exploding(decoder, batch):
+        parts = loss(decoder, batch)
+        bad = (batch.tokens_BT == ord(BYTE)).any() and torch.is_grad_enabled()
+        return type(parts)(Exploding.apply(parts.loss_sum), parts.label_count, parts.correct) if bad else parts
+
+    Decoder.loss = exploding
+    try:
+        return tried(run_dir, run)
+    finally:
+        Decoder.loss = loss
+
+
+@pytest.mark.parametrize("layout", ["one", "data"])
+def test_a_gradient_that_is_not_finite_is_traced_as_a_loss_is(world2, tmp_path, base, layout):
+    run = config(parallel=LAYOUTS[layout]).model_copy(update={"model": runs.config().model, "base": None})
+    ready(tmp_path / "run", base, run)
+    args = (explode_at_the_byte, tmp_path / "run", run)
+    losses, _, said = args[0](*args[1:]) if layout == "one" else world2.run(*args)[0]
+    assert len(losses) == 1
+    assert said.startswith("the gradient's norm is ")
+    assert said.endswith(f" at step 2; it comes from data/train.jsonl line {BAD}")
+
+
+@pytest.mark.parametrize(
+    ("found", "of", "says"),
+    [
+        (0, 4, "no row of the step gives it alone"),
+        (4, 4, "each of its 4 rows gives it, so it is the weights and not the data"),
+        (1, 1, "it comes from a line 1"),
+        (3, 4, "it comes from a line 1; and 2 rows more"),
+    ],
+)
+def test_words_for_what_was_found(found, of, says):
+    assert in_words(["a line 1"] * min(found, 1), found=found, of=of) == says
