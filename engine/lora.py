@@ -121,7 +121,7 @@ def merged_state(decoder: Decoder, base: Path) -> Iterator[tuple[str, Tensor]]:
     """
     adapters = {f"{adapter.host_name}.weight": adapter for adapter in _adapters(decoder)}
     with Folder(base, decoder.shape) as folder:
-        for name, _ in decoder.named_parameters():
+        for name, _ in decoder.mesh.stopwatch.whereabouts.through(decoder.named_parameters()):
             if ".adapter." in name:
                 continue
             stored, adapter = folder.whole(name), adapters.get(name)

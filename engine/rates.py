@@ -1,9 +1,9 @@
-"""How fast a step was: tokens a second, and the shares of the devices' peak that the model and the hardware used."""
+"""How fast a step was and where its time went, as its event says it: tokens a second, MFU, HFU, seconds by part."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TypedDict
 
 from engine.config import ModelShape, RunConfig
 from engine.plan.flops import hardware_flops, model_flops
@@ -12,21 +12,37 @@ BESIDE_TRAINING = frozenset({"evaluation", "checkpoint"})
 """Parts of a step's time in which nothing is trained."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Named as in the event `Step`, which says what they mean."""
+class Speeds(TypedDict):
+    """Fields of the event `Step`, which says what they mean."""
 
     tokens_per_second: float
     mfu: float | None
     hfu: float | None
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    bubble_seconds: float
+    data_seconds: float
+    evaluation_seconds: float
+    checkpoint_seconds: float
 
 
-def rates(run: RunConfig, shape: ModelShape, *, tokens: int, pairs: int, parts: Mapping[str, float]) -> Rates:
+def speeds(run: RunConfig, shape: ModelShape, *, tokens: int, pairs: int, parts: Mapping[str, float]) -> Speeds:
     """Of a step of so many tokens and pairs of them that attend (see `model_flops`), whose time went to `parts`."""
     seconds = sum(time for part, time in parts.items() if part not in BESIDE_TRAINING)
     model = model_flops(shape, tokens=tokens, pairs=pairs, lora=run.lora)
     hardware = hardware_flops(shape, tokens=tokens, pairs=pairs, replayed=run.recompute.replayed, lora=run.lora)
-    if run.peak_flops_per_rank is None:
-        return Rates(tokens / seconds, None, None)
-    most = seconds * run.parallel.ranks * run.peak_flops_per_rank
-    return Rates(tokens / seconds, model / most, hardware / most)
+    peak = run.peak_flops_per_rank
+    most = None if peak is None else seconds * run.parallel.ranks * peak
+    return Speeds(
+        tokens_per_second=tokens / seconds,
+        mfu=None if most is None else model / most,
+        hfu=None if most is None else hardware / most,
+        step_seconds=sum(parts.values()),
+        compute_seconds=parts["compute"],
+        communication_seconds=parts["communication"],
+        bubble_seconds=parts["bubble"],
+        data_seconds=parts["data"],
+        evaluation_seconds=parts["evaluation"],
+        checkpoint_seconds=parts["checkpoint"],
+    )

@@ -35,7 +35,7 @@ from engine.model import Decoder
 from engine.optimizer import Optimizer
 from engine.placement import placement_of
 from engine.progress import Reporter
-from engine.rates import rates
+from engine.rates import speeds
 from engine.replicas import Replicas
 from engine.saving import Saved, Saver, Stage
 from engine.schedule import learning_rate
@@ -302,9 +302,8 @@ class Work:
                 optimizer=self.optimizer,
             )
         self.optimizer.update(lr=lr, norm=norm)
-        parts_of_time = {part: time / self.run.parallel.ranks for part, time in zip(spent, times, strict=True)}
+        means = {part: time / self.run.parallel.ranks for part, time in zip(spent, times, strict=True)}
         tokens, pairs = self.loader.tokens(self.step), self.loader.pairs(self.step)
-        speed = rates(self.run, self.decoder.shape, tokens=tokens, pairs=pairs, parts=parts_of_time)
         self.step, self.tokens = number, self.tokens + tokens
         self.emit(
             Step(
@@ -313,12 +312,8 @@ class Work:
                 lr=lr,
                 grad_norm=norm,
                 tokens=self.tokens,
-                tokens_per_second=speed.tokens_per_second,
-                step_seconds=sum(parts_of_time.values()),
-                mfu=speed.mfu,
-                hfu=speed.hfu,
                 memory_bytes=agreed.memory_bytes,
-                **{f"{part}_seconds": seconds for part, seconds in parts_of_time.items()},
+                **speeds(self.run, self.decoder.shape, tokens=tokens, pairs=pairs, parts=means),
             )
         )
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from api.client import Event
-from api.watching import curve, watch
+from api.watching import Picture, curve, watch
 
 JOB = {
     "id": "job-1", "name": "tiny", "state": "queued", "queue": {"reason": "no worker is online"},
@@ -45,3 +45,15 @@ def test_watching_tells_step_loss_speed_and_eta_and_returns_the_job_as_it_ended(
     assert ended == {"state": "succeeded"}
     assert "step 2/2  loss 2.0000  1,234 tokens/s  ETA 0:00:00" in shown.getvalue()
     assert "[odd] rows" in shown.getvalue()
+
+
+def test_the_line_tells_utilisation_and_the_share_of_compute_where_the_engine_does():
+    picture = Picture(JOB)
+    data = {"step": 1, "loss": 4.0, "tokens_per_second": 10.0, "step_seconds": 2.0}
+    told = {"mfu": 0.4125, "compute_seconds": 1.5}
+    picture.take(Event("metrics", "1", {"type": "step", "message": "", "data": data | told}))
+    assert picture.line.startswith("step 1")
+    assert "loss 4.0000  10 tokens/s  MFU 41.2%  compute 75%" in picture.line
+    picture.take(Event("metrics", "2", {"type": "step", "message": "", "data": data | dict.fromkeys(told)}))
+    assert "MFU" not in picture.line
+    assert "compute" not in picture.line
