@@ -58,8 +58,8 @@ the printed one follows equation 8 and counts the replayed core three times."""
 @pytest.mark.parametrize(("hidden", "layers", "heads", "gpus", "batch", "seconds", "mfu", "hfu"), TABLE_5)
 def test_utilisation_is_that_of_the_papers_table_5(hidden, layers, heads, gpus, batch, seconds, mfu, hfu):
     shape = ModelShape(
-        num_layers=layers, hidden_size=hidden, num_heads=heads, num_kv_heads=heads, head_dim=hidden // heads,
-        ffn_hidden_size=round(8 * hidden / 3), max_seq_len=2048, vocab_size=51200,
+        architecture="gpt2", num_layers=layers, hidden_size=hidden, num_heads=heads, num_kv_heads=heads,
+        head_dim=hidden // heads, ffn_hidden_size=4 * hidden, max_seq_len=2048, vocab_size=51200,
     )  # fmt: skip
     run = runs.config(
         model=shape.model_dump(), data={"seq_len": 2048}, peak_flops_per_rank=PEAK_A100, parallel={"data": 2},
