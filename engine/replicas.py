@@ -18,8 +18,8 @@ from engine.mesh import Mesh
 from engine.optimizer import Optimizer
 from engine.placement import placement_of
 
-CHUNK = 2**20
-"""Elements that are widened at once."""
+CHUNK = 2**18
+"""Elements that are widened at once: 2 MiB, which a core's cache keeps."""
 PRIME = 1_000_003
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 """Dtype of the same width as so many bytes."""
