@@ -115,7 +115,7 @@ def trained(model: Decoder, on: Batch) -> tuple[float, dict[str, Tensor]]:
     return mean.item(), gradients(model)
 
 
-def saved_by_a_layer(grid: mesh.Mesh, recompute: str, **changes: Any) -> int:
+def saved_by_a_layer(grid: mesh.Mesh, recompute: str | Collection[Operation], **changes: Any) -> int:
     """Bytes that one layer in bf16 keeps for backward on this rank, each storage once, parameters left out."""
 
     def saved_by(layers: int) -> int:

@@ -17,6 +17,9 @@ from engine.context import ContextAxis
 from tests.engine.net import nets
 from tests.worlds import World
 
+DROPPING = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
+GPT2 = {"architecture": "gpt2", "num_kv_heads": 4, **DROPPING}
+BLOOM = {"architecture": "bloom", "num_kv_heads": 4, "ffn_hidden_size": 128, **DROPPING}
 WINDOWED = {"architecture": "mistral", "sliding_window": 5}
 
 
@@ -117,6 +120,8 @@ def holds(answers: list[tuple[float, float]]) -> None:
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_seq_len": 8}, id="dynamic positions"
         ),
         pytest.param({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_seq_len": 8}, id="yarn"),
+        pytest.param(GPT2, id="learned positions and dropout"),
+        pytest.param(BLOOM, id="positions by distance and dropout"),
     ],
 )
 def test_two_ranks_have_the_loss_and_every_gradient_of_one(
@@ -136,6 +141,15 @@ def test_two_ranks_have_the_loss_and_every_gradient_of_one(
 )
 def test_four_ranks_have_the_loss_and_every_gradient_of_one(world4: World, parallel: Parallel, recompute: str) -> None:
     holds(world4.run(compare_with_one_rank, parallel, WINDOWED, packed=True, recompute=recompute))
+
+
+@pytest.mark.parametrize("recompute", ["none", ("dropout", "norm"), "full"], ids=["none", "dropout and norm", "full"])
+@pytest.mark.parametrize("changes", [GPT2, BLOOM], ids=["gpt2", "bloom"])
+def test_four_ranks_draw_the_masks_of_one(
+    world4: World, changes: dict[str, Any], recompute: str | Collection[Operation]
+) -> None:
+    parallel = Parallel(context=2, tensor=2, sequence=True)
+    holds(world4.run(compare_with_one_rank, parallel, changes, packed=True, recompute=recompute))
 
 
 def test_key_heads_held_in_copies_are_shared_along_the_row_too(world4: World) -> None:
