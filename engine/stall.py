@@ -39,7 +39,8 @@ class Stillness:
     def is_too_long(self, places: Sequence[Place | None], now: float) -> bool:
         """Look at where the ranks are `now`, in seconds on any clock; whether the run has stalled."""
         if places != self._seen:
-            self._usual = max(self._usual, self.seconds)
+            if self._seen is not None and not in_long_call(self._seen):
+                self._usual = max(self._usual, self.seconds)
             self._seen, self.seconds = places, 0.0
         elif self._looked is not None:
             # Where the host slept, or the whole group was stopped, the ranks had no time either.
@@ -48,9 +49,13 @@ class Stillness:
         return self.seconds >= self._limit(places)
 
     def _limit(self, places: Sequence[Place | None]) -> float:
-        in_long_call = any(place is None or place.phase in LONG_CALLS for place in places)
-        least = max(self.stall_seconds, LONG_CALL_SECONDS) if in_long_call else self.stall_seconds
+        least = max(self.stall_seconds, LONG_CALL_SECONDS) if in_long_call(places) else self.stall_seconds
         return max(least, USUAL_TIMES * self._usual)
+
+
+def in_long_call(places: Sequence[Place | None]) -> bool:
+    """Whether some rank may be in a library for long."""
+    return any(place is None or place.phase in LONG_CALLS for place in places)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,12 @@ def test_what_a_library_does_in_one_call_may_take_an_hour(long_call):
     assert seen.index(True) == 7200
 
 
+def test_a_long_call_says_nothing_of_how_long_a_step_may_take():
+    stillness = Stillness(10)
+    assert not any(stillness.is_too_long([place(0, phase="start")], moment / 2) for moment in range(100))
+    assert [stillness.is_too_long([WAITS], 50 + moment / 2) for moment in range(40)].index(True) == 20
+
+
 RANKS = {
     "frozen-within-a-wait": [Found(WAITS, STACK), Found(WAITS, [], "T"), Found(place(), STACK)],
     "the-one-that-does-not-wait": [Found(WAITS, STACK), Found(place(), STACK), Found(WAITS, STACK)],
