@@ -197,14 +197,16 @@ def test_adapters_with_dropout_have_the_masks_and_gradients_of_one_rank(world4: 
     holds(world4.run(compare_with_one_rank, parallel, {}, packed=True, recompute="selective", by=by))
 
 
-def saved(recompute: str) -> int:
+def saved(recompute: str | Collection[Operation]) -> int:
     grid = mesh.build(Parallel(context=dist.get_world_size()))
     size = nets.saved_by_a_layer(grid, recompute)
     grid.close()
     return size
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_rank_saves_its_share_of_what_a_layer_saves(world4: World, recompute: str) -> None:
+@pytest.mark.parametrize(
+    "recompute", ["none", "selective", "full", ("qkv",)], ids=["none", "selective", "full", "what the core reads"]
+)
+def test_a_rank_saves_its_share_of_what_a_layer_saves(world4: World, recompute: str | Collection[Operation]) -> None:
     one = nets.saved_by_a_layer(mesh.alone(nets.CPU), recompute)
     assert world4.run(saved, recompute) == [one // 4] * 4
