@@ -28,8 +28,9 @@ from engine.config import (
     TokenizerSource,
     Training,
 )
-from engine.plan import memory
+from engine.plan import budget, memory
 from engine.plan.memory import Memory
+from engine.plan.recompute import OPERATIONS
 
 if TYPE_CHECKING:
     from core.files import FileFacts
@@ -91,7 +92,7 @@ def resolve(
     lora = _lora(spec, shape)
     seq_len = _seq_len(spec, shape)
     precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
-    recompute = Recompute() if spec.recompute == "auto" else Recompute(mode=spec.recompute.mode)
+    recompute = _recompute(spec)
     choice = _Choice(spec, shape, lora, seq_len, precision, recompute, cluster)
     parallel = choice.parallel()
     global_batch, micro_batch = choice.batch(parallel)
@@ -126,7 +127,10 @@ def resolve(
         )
     except ValidationError as error:
         raise _refused(error) from error
-    needs = choice.needs(parallel, micro_batch=micro_batch)
+    try:
+        needs = choice.needs(parallel, micro_batch=micro_batch)
+    except ValueError as error:
+        _refuse(_blamed(str(error), "recompute"), str(error))
     _check_memory(needs, cluster)
     return Resolution(run, slots=parallel.ranks, plan=_plan(shape, lora, needs, steps, rows, run))
 
@@ -242,6 +246,15 @@ def _validation(spec: JobSpec, files: Mapping[str, FileFacts]) -> Path | float |
 
 def _ending(file: FileFacts) -> str:
     return ".txt" if file.is_plain_text else ".jsonl"
+
+
+def _recompute(spec: JobSpec) -> Recompute:
+    if spec.recompute == "auto":
+        return Recompute()
+    try:
+        return Recompute.model_validate(spec.recompute.model_dump())
+    except ValidationError as error:
+        raise _refused(error, prefix="recompute") from error
 
 
 # Ranks
@@ -365,7 +378,11 @@ class _Choice:
         return tensor > 1 and self.seq_len % tensor == 0
 
     def _fits(self, parallel: Parallel, *, micro_batch: int) -> bool:
-        return _has_room(self.cluster, self.needs(parallel, micro_batch=micro_batch))
+        try:
+            return _has_room(self.cluster, self.needs(parallel, micro_batch=micro_batch))
+        except ValueError:
+            # However much is recomputed, activations are beyond the budget.
+            return False
 
 
 def _axes(parallel: Parallel) -> str:
@@ -460,6 +477,7 @@ def _plan(shape: ModelShape, lora: Lora | None, needs: Memory, steps: int, rows:
         "trainable_parameters": parameters if adapters is None else adapters,
         "ranks": run.parallel.ranks,
         "bytes_per_rank": needs.itemised(),
+        "recomputed": [operation for operation in OPERATIONS if operation in budget.replayed(run, shape)],
         "estimated_rows": rows,
         "estimated_steps": steps,
         "estimated_tokens": steps * run.training.global_batch * run.data.seq_len,

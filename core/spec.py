@@ -226,8 +226,14 @@ class ParallelAsk(Ask):
 
 
 class RecomputeAsk(Ask):
-    mode: Literal["none", "selective", "full"] = "selective"
-    """selective: the attention core alone (Korthikanti et al. 2022, section 5); full: each whole layer."""
+    mode: Literal["none", "selective", "full", "budget"] = "selective"
+    """selective: what `operations` names; full: each whole layer; budget: what costs least and fits `budget_gib`."""
+    operations: Annotated[tuple[config.Operation, ...], Field(min_length=1)] | None = None
+    """Under selective, all that is computed again. Default: the attention core alone (Korthikanti et al. 2022). For a
+    norm, the activation or dropout no matrix product is done again; for the up-projection (and the gate), the
+    projections before the core (qkv) or the layer theirs are."""
+    budget_gib: Annotated[Real, Field(gt=0)] | None = None
+    """Under budget, GiB of a rank that activations may take; the plan says what is computed again for that."""
 
 
 class ResourcesAsk(Ask):

@@ -1,4 +1,4 @@
-"""The engine's command line: `python -m engine train`, `launch`, `serve`, `generate`, each in a module of its own."""
+"""The engine's command line, `python -m engine COMMAND`: each command is a module of its own."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ def launch(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
         heartbeat_timeout=arguments.heartbeat_timeout,
     )
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    from engine import measure
+
+    try:
+        return measure.main(arguments.run_file, as_json=arguments.json)
+    except ValueError as error:
+        return refused(error)
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -82,6 +91,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="expect a byte on stdin at least this often, and kill everything when it stays away",
     )
+
+    sub = command(
+        "measure", measure, "Say what each layer keeps for its backward pass, beside what the plan says it does."
+    )
+    run_file(sub)
+    sub.add_argument("--json", action="store_true", help="one JSON array of ranks instead of a table")
 
     def model(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("model", type=folder, metavar="MODEL_DIR", help="a folder in Hugging Face layout")

@@ -366,22 +366,26 @@ Operation = Literal["attention_core", "norm", "activation", "dropout", "up_proje
 class Recompute(Part):
     """Which activations are dropped after the forward pass and computed again in the backward pass."""
 
-    mode: Literal["none", "selective", "full"] = "selective"
-    """selective: what `operations` names; full: each whole layer."""
-    operations: tuple[Operation, ...] | None = None
+    mode: Literal["none", "selective", "full", "budget"] = "selective"
+    """selective: what `operations` names; full: each whole layer; budget: what costs least and fits `budget_gib`."""
+    operations: tuple[Operation, ...] | None = Field(None, min_length=1)
     """Under selective, all that is replayed; None: the attention core alone (Korthikanti et al. 2022, section 5)."""
+    budget_gib: float | None = Field(None, gt=0)
+    """Under budget, GiB of a rank for the activations of all micro-batches that wait for their backward pass. Each
+    stage of a pipeline replays what fits it best."""
 
     @model_validator(mode="after")
-    def names_operations_where_it_selects(self) -> Self:
+    def has_what_its_mode_needs(self) -> Self:
         if self.operations is not None and self.mode != "selective":
-            raise ValueError(f'recompute.operations belong to mode "selective", and the mode is {self.mode!r}')
-        if self.operations == ():
-            raise ValueError('recompute.operations is empty; name some, or use mode "none"')
+            raise ValueError(f'recompute.operations belong to mode "selective", and the mode is "{self.mode}"')
+        if (self.mode == "budget") != (self.budget_gib is not None):
+            raise ValueError('recompute.budget_gib belongs to mode "budget", and only there')
         return self
 
     @property
     def replayed(self) -> frozenset[Operation]:
-        """The operations that are run again."""
+        """The operations that are run again, where no budget decides."""
+        assert self.mode != "budget", "engine.plan.budget knows"
         if self.mode == "full":
             return frozenset({"layer"})
         return frozenset() if self.mode == "none" else frozenset(self.operations or ("attention_core",))

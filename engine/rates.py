@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypedDict
 
-from engine.config import ModelShape, RunConfig
-from engine.plan.flops import hardware_flops, model_flops
+from engine.config import ModelShape, Operation, RunConfig
+from engine.plan.flops import model_flops
+from engine.plan.recompute import hardware_flops
 
 BESIDE_TRAINING = frozenset({"evaluation", "checkpoint"})
 """Parts of a step's time in which nothing is trained."""
@@ -27,11 +28,22 @@ class Speeds(TypedDict):
     checkpoint_seconds: float
 
 
-def speeds(run: RunConfig, shape: ModelShape, *, tokens: int, pairs: int, parts: Mapping[str, float]) -> Speeds:
-    """Of a step of so many tokens and pairs of them that attend (see `model_flops`), whose time went to `parts`."""
+def speeds(
+    run: RunConfig,
+    shape: ModelShape,
+    *,
+    tokens: int,
+    pairs: int,
+    replayed: Iterable[Collection[Operation]],
+    parts: Mapping[str, float],
+) -> Speeds:
+    """Of a step of so many tokens and pairs of them that attend (see `model_flops`), whose time went to `parts`.
+
+    `replayed` says of each layer of the model which operations are run again in backward.
+    """
     seconds = sum(time for part, time in parts.items() if part not in BESIDE_TRAINING)
     model = model_flops(shape, tokens=tokens, pairs=pairs, lora=run.lora)
-    hardware = hardware_flops(shape, tokens=tokens, pairs=pairs, replayed=run.recompute.replayed, lora=run.lora)
+    hardware = hardware_flops(shape, tokens=tokens, pairs=pairs, replayed=replayed, lora=run.lora)
     peak = run.peak_flops_per_rank
     most = None if peak is None else seconds * run.parallel.ranks * peak
     return Speeds(

@@ -34,6 +34,7 @@ from engine.mesh import Mesh, build
 from engine.model import Decoder
 from engine.optimizer import Optimizer
 from engine.placement import placement_of
+from engine.plan import budget
 from engine.progress import Reporter
 from engine.rates import speeds
 from engine.replicas import Replicas
@@ -110,7 +111,7 @@ def ready_model(run: RunConfig, run_dir: Path, mesh: Mesh, tokenizer: Tokenizer)
     decoder = Decoder(
         shape,
         mesh,
-        recompute=run.recompute.replayed,
+        recompute=budget.replayed(run, shape, rank=mesh.rank("pipeline")),
         dtype=DTYPES[run.training.precision],
         seed=seed if base is None else None,
     )
@@ -158,6 +159,8 @@ class Work:
             decoder.named_parameters(), mesh, training=training, shard=run.parallel.shard_optimizer
         )
         self.loader = self._loader()
+        self.replayed = budget.replayed_by_layer(run, decoder.shape)
+        """Operations that are run again in backward, of each layer of the whole model."""
         self.step = 0
         """Steps done."""
         self.tokens = 0
@@ -313,7 +316,7 @@ class Work:
                 grad_norm=norm,
                 tokens=self.tokens,
                 memory_bytes=agreed.memory_bytes,
-                **speeds(self.run, self.decoder.shape, tokens=tokens, pairs=pairs, parts=means),
+                **speeds(self.run, self.decoder.shape, tokens=tokens, pairs=pairs, replayed=self.replayed, parts=means),
             )
         )
 

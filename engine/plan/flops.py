@@ -1,4 +1,4 @@
-"""FLOPs that a model needs, and those that the hardware does, recomputation included: matrix products only.
+"""FLOPs that a model needs, whatever the hardware really does: matrix products only, recomputation left out.
 
 After Narayanan et al. 2021 (appendix) and Korthikanti et al. 2022, equation 7, generalised from their GPT layer to
 grouped-query attention, gated feed-forward layers, packed documents, sliding windows and frozen weights. As there, a
@@ -7,10 +7,9 @@ causal mask is not discounted: a token of a document of `n` tokens attends to `n
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
-from engine.config import Lora, ModelShape, Operation
+from engine.config import Lora, ModelShape
 
 MULTIPLY_ADD = 2
 
@@ -31,15 +30,6 @@ class Matrix:
     @property
     def adapter_weights(self) -> int:
         return self.adapter_rank * (self.inputs + self.outputs)
-
-
-REPLAYED_MATRICES: dict[Operation, tuple[str, ...]] = {
-    "qkv": ("q", "k", "v"),
-    "up_projection": ("gate", "up"),
-    "layer": ("q", "k", "v", "o", "gate", "up", "down"),
-}
-"""Matrices of a layer that are gone through again where an operation is replayed."""
-REPLAYS_THE_CORE: frozenset[Operation] = frozenset({"attention_core", "layer"})
 
 
 def layer_matrices(shape: ModelShape, lora: Lora | None = None) -> dict[str, Matrix]:
@@ -68,28 +58,6 @@ def matrices(shape: ModelShape, lora: Lora | None = None) -> list[Matrix]:
 def attention_per_pair(shape: ModelShape) -> int:
     """Forward operations for one token that attends to one other: the score and the weighted sum, over all layers."""
     return 2 * MULTIPLY_ADD * shape.num_layers * shape.num_heads * shape.head_dim
-
-
-def hardware_flops(
-    shape: ModelShape,
-    *,
-    tokens: int,
-    pairs: int,
-    replayed: Collection[Operation] = (),
-    lora: Lora | None = None,
-) -> int:
-    """`model_flops` and the products that are computed again in backward.
-
-    The attention core is two, as the text of Korthikanti et al. 2022 (appendix A) says: their equation 8 counts three
-    times as much. The whole layer is its forward pass, which is equation 3 of Narayanan et al. 2021.
-    """
-    again = 0
-    layer = layer_matrices(shape, lora)
-    for name in {name for operation in replayed for name in REPLAYED_MATRICES.get(operation, ())} & layer.keys():
-        again += tokens * MULTIPLY_ADD * shape.num_layers * (layer[name].weights + layer[name].adapter_weights)
-    if not REPLAYS_THE_CORE.isdisjoint(replayed):
-        again += pairs * attention_per_pair(shape)
-    return model_flops(shape, tokens=tokens, pairs=pairs, lora=lora) + again
 
 
 def model_flops(shape: ModelShape, *, tokens: int, pairs: int, lora: Lora | None = None) -> int:

@@ -1,20 +1,18 @@
 """Bytes that each rank needs, counted from the run's numbers: weights, gradients, optimizer, activations, logits.
 
-Activations after Korthikanti et al. 2022, section 4, counted anew for our layer: RMSNorm instead of LayerNorm,
-three feed-forward matrices with SwiGLU, grouped queries, no dropout, an attention core that keeps no scores. What is
-counted is what the engine keeps at the end of a forward pass; temporary buffers are covered by `MARGIN`.
+What is counted is what the engine keeps at the end of a forward pass; temporary buffers are covered by `MARGIN`. What a
+layer keeps is `engine.plan.recompute`'s business.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import partial
 
 from engine.config import Lora, ModelShape, Parallel, Recompute
+from engine.plan import budget
 from engine.plan.flops import matrices
+from engine.plan.recompute import ELEMENTS, FP32, Setting, keys_per_rank
 
-FP32 = 4
-BF16 = 2
 MARGIN = 0.10
 """Share of a device's memory left to the allocator, temporary buffers and the runtime."""
 CHUNK_LOGITS = 2**24
@@ -68,11 +66,6 @@ def parameters_per_rank(shape: ModelShape, *, tensor: int) -> int:
     return (layers + vocabulary) // tensor + copied + _positions(shape) + vectors_per_rank(shape, tensor=tensor)
 
 
-def keys_per_rank(shape: ModelShape, *, tensor: int) -> int:
-    """Width of the keys that one tensor rank has, and of its values: one head at the least."""
-    return max(1, shape.num_kv_heads // tensor) * shape.head_dim
-
-
 def copied_keys(shape: ModelShape, *, tensor: int) -> int:
     """Width of a rank's keys beyond its even share, where there are fewer key-value heads than ranks."""
     return keys_per_rank(shape, tensor=tensor) - shape.num_kv_heads * shape.head_dim // tensor
@@ -107,36 +100,6 @@ def adapter_parameters_per_rank(shape: ModelShape, lora: Lora, *, tensor: int) -
     return total
 
 
-def layer_activations(
-    shape: ModelShape, *, seq_len: int, micro_batch: int, parallel: Parallel, recompute: Recompute, element: int
-) -> int:
-    """Bytes that one layer keeps for its backward pass, for one micro-batch."""
-    tokens = seq_len // parallel.context * micro_batch
-    t = parallel.tensor
-    # Outside the sharded matrices every tensor rank keeps whole tokens, unless they are shared out along the sequence.
-    whole = shape.hidden_size // t if parallel.sequence else shape.hidden_size
-    if recompute.mode == "full":
-        return element * tokens * whole
-    queries, keys = shape.num_heads * shape.head_dim // t, keys_per_rank(shape, tensor=t)
-    # What the feed-forward part keeps of its inner width: gate, up, their product and silu; or GELU's input and output.
-    inner = 4 if shape.family.mlp == "swiglu" else 2
-    # Input of both norms and of the matrices behind them; q, k, v; the core's output.
-    kept = 4 * whole + (queries + 2 * keys) + queries + inner * (shape.ffn_hidden_size // t)
-    # The core keeps the logarithm of each row's sum; recomputed, not even that.
-    rows = 0 if recompute.mode == "selective" else FP32 * shape.num_heads // t
-    if shape.attention_dropout and recompute.mode == "none":
-        # Its probabilities, a mask of a byte, and what that leaves of them.
-        rows = (2 * element + 1) * seq_len * shape.num_heads // t
-    if shape.hidden_dropout:
-        # The masks of both branches.
-        rows += 2 * whole
-    if shape.qk_norm:
-        # Queries and keys as they were before, and one statistic for each head.
-        kept += queries + keys
-        rows += FP32 * (queries + keys) // shape.head_dim
-    return tokens * (element * kept + rows)
-
-
 def beyond_its_share(shape: ModelShape, *, seq_len: int, micro_batch: int, parallel: Parallel, element: int) -> int:
     """Bytes that a context rank needs besides what belongs to its tokens, for one micro-batch.
 
@@ -159,8 +122,11 @@ def estimate(
     recompute: Recompute,
     lora: Lora | None = None,
 ) -> Memory:
-    """What a rank needs at the end of a forward pass, when it holds most."""
-    element = BF16 if precision == "bf16" else FP32
+    """What a rank needs at the end of a forward pass, when it holds most.
+
+    Raises ValueError where `recompute` sets a budget that is too small.
+    """
+    element = ELEMENTS[precision]
     weights = parameters_per_rank(shape, tensor=parallel.tensor)
     if lora is None:
         trainable = weights
@@ -170,17 +136,11 @@ def estimate(
     shards = parallel.data * parallel.context if parallel.shard_optimizer else 1
     # fp32 weights are their own masters; two moments always; a reduced copy of the gradients where they are shared out.
     states = (2 if precision == "fp32" else 3) + (1 if shards > 1 else 0)
-    layer = partial(
-        layer_activations, shape, seq_len=seq_len, micro_batch=micro_batch, parallel=parallel, element=element
-    )
-    activations = shape.num_layers * layer(recompute=recompute)
-    if recompute.mode == "full":
-        # While one layer is recomputed, all of it is there.
-        activations += layer(recompute=Recompute(mode="none"))
+    setting = Setting(shape, seq_len, micro_batch, element, parallel, lora)
+    operations = budget.chosen(recompute, setting, layers=shape.num_layers)
+    activations = budget.activations(setting, operations, layers=shape.num_layers)
     # The embedding's output, and the last norm's.
-    ends = shape.hidden_size // parallel.tensor if parallel.sequence else shape.hidden_size
-    tokens = seq_len // parallel.context * micro_batch
-    activations += 2 * element * tokens * ends
+    activations += 2 * element * setting.own_tokens * shape.hidden_size
     if parallel.context > 1:
         activations += beyond_its_share(
             shape, seq_len=seq_len, micro_batch=micro_batch, parallel=parallel, element=element
@@ -192,5 +152,5 @@ def estimate(
         optimizer=-(-trainable // shards) * FP32 * states,
         activations=activations,
         # Logits and their gradient, in fp32, a chunk at a time.
-        logits=2 * FP32 * min(CHUNK_LOGITS, tokens * share),
+        logits=2 * FP32 * min(CHUNK_LOGITS, setting.tokens * share),
     )

@@ -105,26 +105,22 @@ def test_a_rank_holds_a_whole_key_value_head_where_there_are_fewer_than_ranks() 
     assert memory.adapter_parameters_per_rank(TINY, lora, tensor=4) == 2 * 2 * (16 + 4)
 
 
-def activations(mode: str, *, tensor: int = 1, sequence: bool = False) -> int:
-    return memory.layer_activations(
-        TINY, seq_len=8, micro_batch=1, element=2,
-        parallel=Parallel(tensor=tensor, sequence=sequence), recompute=Recompute(mode=mode),  # type: ignore[arg-type]
-    )  # fmt: skip
+def activations(recompute: Recompute) -> int:
+    return memory.estimate(
+        TINY, seq_len=8, micro_batch=1, precision="bf16", parallel=Parallel(), recompute=recompute
+    ).activations
 
 
-def test_a_layers_activations_are_those_counted_by_hand() -> None:
-    # Per token: 4 x 16 around the matrices, q 16 + k 8 + v 8, core 16, 4 x 32 in the feed-forward; two bytes each.
-    assert activations("selective") == 8 * 2 * (64 + 32 + 16 + 128)
-    # The core, kept, adds four bytes a head.
-    assert activations("none") - activations("selective") == 8 * 4 * 4
-    assert activations("full") == 8 * 2 * 16
-
-
-def test_sequence_parallelism_makes_activations_fall_as_the_ranks_grow() -> None:
-    # Korthikanti et al. 2022, equation 4: everything is divided by t.
-    assert activations("selective", tensor=2, sequence=True) * 2 == activations("selective")
-    # Without it, what is outside the matrices is not (their equation 2).
-    assert activations("selective", tensor=2) == 8 * 2 * (64 + (32 + 16 + 128) // 2)
+def test_activations_are_those_of_all_layers_and_of_one_that_is_made_again() -> None:
+    # Per token: 4 x 16 around the matrices, q 16 + k 8 + v 8, core 16, 3 x 32 in the feed-forward, two bytes each; the
+    # core's sums for four heads and two norms' statistics in fp32. Two tensors of 16 stand outside the layers.
+    layer, ends = 8 * (2 * (64 + 32 + 16 + 96) + 4 * (4 + 2)), 8 * 2 * 2 * 16
+    assert activations(Recompute(mode="none")) == 2 * layer + ends
+    full = 8 * 2 * 16
+    assert activations(Recompute(mode="full")) == 2 * full + (layer - full) + ends
+    # The norms' outputs are gone from both, and there in one.
+    norms = 8 * 2 * 2 * 16
+    assert activations(Recompute(operations=("norm",))) == 2 * (layer - norms) + norms + ends
 
 
 @pytest.mark.parametrize(

@@ -422,3 +422,27 @@ def test_a_runtime_is_a_duration(text: Any, seconds: float) -> None:
     assert ask.max_runtime is not None
     assert ask.max_runtime.total_seconds() == seconds
     assert JobSpec.model_validate(ask.model_dump(mode="json", exclude_unset=True)) == ask
+
+
+def test_recomputation_is_asked_for_by_operation_or_by_budget() -> None:
+    named = resolved(FINETUNE, recompute={"mode": "selective", "operations": ["activation", "norm"]})
+    assert named.run.recompute.replayed == {"norm", "activation"}
+    assert named.plan["recomputed"] == ["norm", "activation"]
+    # A row of 128 tokens of this model takes less than a MiB.
+    roomy = resolved(FINETUNE, recompute={"mode": "budget", "budget_gib": 1})
+    assert (roomy.run.recompute.budget_gib, roomy.plan["recomputed"]) == (1.0, [])
+    assert resolved(FINETUNE).plan["recomputed"] == ["attention_core"]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "param", "says"),
+    [
+        ({"mode": "full", "operations": ["norm"]}, "recompute.operations", 'belong to mode "selective"'),
+        ({"mode": "budget"}, "recompute.budget_gib", 'belongs to mode "budget"'),
+        ({"mode": "budget", "budget_gib": 1e-6}, "recompute.budget_gib", "is too little"),
+    ],
+)
+def test_recomputation_that_can_not_be_is_refused(recompute: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(InvalidSpec, match=says) as refusal:
+        resolved(FINETUNE, recompute=recompute)
+    assert refusal.value.param == param

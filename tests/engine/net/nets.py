@@ -12,6 +12,7 @@ from torch import Tensor
 from engine import lora, mesh, weights
 from engine.batch import IGNORE, Batch
 from engine.config import Lora, ModelShape, Operation, Parallel, Recompute
+from engine.meter import Meter
 from engine.model import Decoder, generator_of
 from engine.placement import placement_of
 
@@ -115,28 +116,24 @@ def trained(model: Decoder, on: Batch) -> tuple[float, dict[str, Tensor]]:
     return mean.item(), gradients(model)
 
 
-def saved_by_a_layer(grid: mesh.Mesh, recompute: str | Collection[Operation], **changes: Any) -> int:
-    """Bytes that one layer in bf16 keeps for backward on this rank, each storage once, parameters left out."""
+def saved_by_a_layer(
+    grid: mesh.Mesh, recompute: str | Collection[Operation], by: Lora | None = None, **changes: Any
+) -> int:
+    """Bytes that the last layer in bf16 keeps for backward on this rank, parameters left out."""
+    return saved_by_layers(grid, recompute, by, **changes)[-1]
 
-    def saved_by(layers: int) -> int:
-        model = decoder(shape(num_layers=layers, **changes), grid=grid, recompute=recompute, dtype=torch.bfloat16)
-        known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        # Tensors are kept too: a freed one's address could come back.
-        kept: dict[int, Tensor] = {}
 
-        def pack(tensor: Tensor) -> Tensor:
-            address = tensor.untyped_storage().data_ptr()
-            if address not in known:
-                kept[address] = tensor
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = model.loss(batch()).loss_sum
-        assert loss.requires_grad
-        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-
-    # The difference of two depths leaves out what is kept once: angles, the final norm, the loss.
-    return saved_by(3) - saved_by(2)
+def saved_by_layers(
+    grid: mesh.Mesh, recompute: str | Collection[Operation], by: Lora | None = None, **changes: Any
+) -> list[int]:
+    """The same of each layer."""
+    model = decoder(shape(**changes), grid=grid, recompute=recompute, dtype=torch.bfloat16)
+    if by is not None:
+        adapted(model, by)
+    with Meter(model.parameters(), dict(model.model.layers.items())) as meter:
+        loss = model.loss(batch(packed=True)).loss_sum
+    assert loss.requires_grad
+    return [meter.bytes[name] for name in model.model.layers]
 
 
 def loaded(folder: Path, *, grid: mesh.Mesh | None = None) -> Decoder:

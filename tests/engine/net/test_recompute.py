@@ -26,6 +26,7 @@ SUBSETS = [set(some) for size in range(len(OPERATIONS)) for some in combinations
 ]
 PAIRS = [set(some) for some in combinations(OPERATIONS, 2)] + [set(OPERATIONS) - {"layer"}]
 NORMED = {"architecture": "qwen3", "num_heads": 4, "head_dim": 8}
+GPT = {"architecture": "gpt2", "num_kv_heads": 4, "hidden_dropout": 0.2, "attention_dropout": 0.3}
 ADAPTED = Lora(rank=4, alpha=6.0, dropout=0.3, targets=("q", "o", "gate", "down"))
 
 
@@ -48,7 +49,11 @@ def differing(subsets: list[set[Operation]], by: Lora | None, grid: mesh.Mesh, *
 
 @pytest.mark.parametrize(
     ("changes", "by"),
-    [pytest.param({}, None, id="llama"), pytest.param(NORMED, ADAPTED, id="qwen3 with adapters and dropout")],
+    [
+        pytest.param({}, None, id="llama"),
+        pytest.param(NORMED, ADAPTED, id="qwen3 with adapters and dropout"),
+        pytest.param(GPT, None, id="gpt2 with dropout"),
+    ],
 )
 def test_gradients_are_bitwise_equal_whichever_operations_are_replayed(
     changes: dict[str, Any], by: Lora | None

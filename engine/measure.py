@@ -1,0 +1,162 @@
+"""What each layer of a run really keeps for its backward pass, beside what the plan says: `python -m engine measure`.
+
+One micro-batch of made-up tokens, in the run's shapes, goes forward on every rank. Nothing is written, and neither data
+nor weights are read: of a base, its `config.json` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from engine import launch, lora, weights
+from engine.batch import Batch
+from engine.config import ModelShape, RunConfig
+from engine.mesh import Mesh, build
+from engine.meter import SHARED, Meter
+from engine.model import Decoder
+from engine.plan import budget
+from engine.plan.recompute import OPERATIONS, Setting, cost
+from engine.standing import RENDEZVOUS, standing
+from engine.trainer import DTYPES
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of one layer on one rank."""
+
+    layer: int
+    measured: int
+    predicted: int
+
+    @property
+    def difference(self) -> int:
+        return self.measured - self.predicted
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank."""
+
+    rank: int
+    operations: list[str]
+    """Replayed in each of its layers."""
+    layers: list[Measured]
+    elsewhere: int
+    """Bytes kept before, between and behind the layers, or by several of them."""
+
+
+def main(run_file: Path, *, as_json: bool) -> int:
+    """Measure as this rank; with nobody else there, start the ranks that the run asks for. The exit code."""
+    run = RunConfig.model_validate_json(run_file.read_bytes())
+    if standing().world_size == 1 and run.parallel.ranks > 1:
+        return start(run_file, ranks=run.parallel.ranks, as_json=as_json)
+    reports = measure(run, run_file.absolute().parent)
+    if standing().world_rank == 0:
+        sys.stdout.write(f"{json.dumps([_plain(report) for report in reports]) if as_json else table(reports)}\n")
+    return 0
+
+
+def measure(run: RunConfig, run_dir: Path) -> list[Report]:
+    """Every rank's report, in order. All ranks call it together."""
+    mesh = build(run.parallel, run.device)
+    base = None if run.base is None else run_dir / run.base
+    shape = run.model if base is None else weights.read_shape(base)
+    assert shape is not None
+    run.check_shape(shape)
+    mine = measured(run, shape, mesh)
+    reports: list[Report | None] = [mine] * run.parallel.ranks
+    if run.parallel.ranks > 1:
+        dist.all_gather_object(reports, mine)
+    mesh.close()
+    return [report for report in reports if report is not None]
+
+
+def measured(run: RunConfig, shape: ModelShape, mesh: Mesh) -> Report:
+    """This rank's report."""
+    operations = budget.replayed(run, shape, rank=mesh.rank("pipeline"))
+    decoder = Decoder(shape, mesh, recompute=operations, dtype=DTYPES[run.training.precision])
+    if run.lora is not None:
+        lora.adapt(decoder, run.lora, seed=run.training.seed)
+    with Meter(decoder.parameters(), dict(decoder.model.layers.items())) as meter:
+        decoder.train().loss(_batch(run, shape, mesh.device))
+    setting = Setting.of(run, shape)
+    layers = []
+    for name in decoder.model.layers:
+        # Below the first layer nothing learns beside adapters.
+        reached = run.lora is None or int(name) > 0
+        predicted = cost(replace(setting, reached=reached), operations).saved
+        layers.append(Measured(int(name), meter.bytes[name], predicted))
+    named = [operation for operation in OPERATIONS if operation in operations]
+    return Report(mesh.world_rank, list(named), layers, meter.bytes[SHARED])
+
+
+def _batch(run: RunConfig, shape: ModelShape, device: torch.device) -> Batch:
+    """Rows of two documents where the run packs examples, otherwise of one."""
+    rows, tokens = run.training.micro_batch, run.data.seq_len
+    ids_BT = torch.arange(rows * tokens, device=device).view(rows, tokens) % shape.vocab_size
+    places_T = torch.arange(tokens, device=device)
+    documents_BT = None
+    if run.data.packing and run.data.format != "text":
+        half = tokens // 2
+        documents_BT = (places_T >= half).long().expand(rows, -1)
+        places_T = torch.where(places_T >= half, places_T - half, places_T)
+    return Batch(ids_BT, ids_BT, places_T.expand(rows, -1), documents_BT)
+
+
+def table(reports: list[Report]) -> str:
+    """A line for each layer of each rank."""
+    lines = [f"{'rank':>4} {'layer':>5} {'measured':>15} {'predicted':>15} {'difference':>12}"]
+    for report in reports:
+        lines += [
+            f"{report.rank:>4} {row.layer:>5} {row.measured:>15,} {row.predicted:>15,} {row.difference:>12,}"
+            for row in report.layers
+        ]
+        lines.append(f"{report.rank:>4} {'else':>5} {report.elsewhere:>15,}")
+        lines.append(f"rank {report.rank} replays {', '.join(report.operations) or 'nothing'}")
+    return "\n".join(lines)
+
+
+def _plain(report: Report) -> dict[str, object]:
+    rows = [{**asdict(row), "difference": row.difference} for row in report.layers]
+    return {**asdict(report), "layers": rows}
+
+
+def start(run_file: Path, *, ranks: int, as_json: bool) -> int:
+    """Start every rank on this host and wait for them; rank 0 says what all found. None outlives one that fails."""
+    command = [sys.executable, "-m", "engine", "measure", str(run_file.absolute()), *(["--json"] if as_json else [])]
+    with tempfile.TemporaryDirectory(prefix="measure-") as meeting:
+        shared = {
+            "WORLD_SIZE": str(ranks),
+            "OMP_NUM_THREADS": str(max(1, launch.cores() // ranks)),
+            RENDEZVOUS: (Path(meeting) / "rendezvous").as_uri(),
+        }
+        at_birth = launch.die_with(os.getpid())
+        crew = [
+            subprocess.Popen(
+                command,
+                env=launch.environment(os.environ) | shared | {"RANK": str(number), "LOCAL_RANK": str(number)},
+                stdin=subprocess.DEVNULL,
+                preexec_fn=at_birth,
+            )
+            for number in range(ranks)
+        ]
+        try:
+            while (codes := [rank.poll() for rank in crew]).count(None) and not any(codes):
+                time.sleep(0.05)
+        finally:
+            for rank in crew:
+                # One that has ended is not asked again; the others wait for one that is gone.
+                if rank.poll() is None:
+                    rank.kill()
+                rank.wait()
+    return next((code for code in codes if code), 0)

@@ -1,0 +1,94 @@
+"""Which operations each stage of a pipeline replays so that its activations fit a budget, at least cost.
+
+What each operation is worth is `engine.plan.recompute`'s; how many micro-batches wait, `engine.plan.turns`' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import combinations
+
+from engine.config import ModelShape, Operation, Parallel, Recompute, RunConfig
+from engine.plan.recompute import OPERATIONS, Setting, cost, layer_of
+from engine.plan.stages import chunks, stages
+from engine.plan.turns import most_in_flight, turns
+
+GIB = 2**30
+
+
+def replayed(run: RunConfig, shape: ModelShape, *, rank: int = 0) -> frozenset[Operation]:
+    """The operations that pipeline rank `rank` of a run replays. Raises ValueError where its budget is too small."""
+    micro_batches = run.training.global_batch // (run.training.micro_batch * run.parallel.data)
+    layers = waiting(shape, run.parallel, rank=rank, micro_batches=micro_batches)
+    return chosen(run.recompute, Setting.of(run, shape), layers=layers)
+
+
+def replayed_by_layer(run: RunConfig, shape: ModelShape) -> list[frozenset[Operation]]:
+    """What each layer of a run replays, in order. Raises ValueError as `replayed` does."""
+    of_rank = [replayed(run, shape, rank=rank) for rank in range(run.parallel.pipeline)]
+    return [
+        of_rank[number % run.parallel.pipeline]
+        for number, stage in enumerate(stages(shape, run.parallel))
+        for _ in stage.layers
+    ]
+
+
+def chosen(recompute: Recompute, setting: Setting, *, layers: int) -> frozenset[Operation]:
+    """What `recompute` names, or, under a budget, the cheapest set that fits it.
+
+    `layers` are those of all micro-batches that wait for their backward pass. Raises ValueError as `cheapest` does.
+    """
+    if recompute.budget_gib is None:
+        return recompute.replayed
+    return cheapest(setting, layers=layers, budget=int(recompute.budget_gib * GIB))
+
+
+def cheapest(setting: Setting, *, layers: int, budget: int) -> frozenset[Operation]:
+    """The operations to replay so that activations fit `budget` bytes with as few FLOPs added as can be, by trying all.
+
+    Raises ValueError with the smallest budget that would do.
+    """
+    least = min(activations(setting, some, layers=layers) for some in choices(setting))
+    if least > budget:
+        raise ValueError(
+            f"recompute.budget_gib={budget / GIB:.3g} is too little: activations take {least / GIB:.3g} GiB however "
+            f"much is recomputed; set it to {_rounded_up(least / GIB)}, or lower training.micro_batch or data.seq_len"
+        )
+    fitting = [some for some in choices(setting) if activations(setting, some, layers=layers) <= budget]
+
+    def price(some: frozenset[Operation]) -> tuple[int, int, int]:
+        costs = cost(setting, some)
+        return costs.flops, len(some), costs.saved
+
+    return min(fitting, key=price)
+
+
+def choices(setting: Setting) -> Iterator[frozenset[Operation]]:
+    """Every set of operations that this layer has, and the whole layer."""
+    has = {recipe.operation for recipe in layer_of(setting).recipes.values()} | {"attention_core"}
+    operations = [operation for operation in OPERATIONS if operation in has]
+    for size in range(len(operations) + 1):
+        yield from map(frozenset, combinations(operations, size))
+    yield frozenset({"layer"})
+
+
+def activations(setting: Setting, operations: Collection[Operation], *, layers: int) -> int:
+    """Bytes that `layers` keep, and what one of them has besides while its backward pass makes again what it dropped.
+
+    `layers` are those of all micro-batches that wait for their backward pass.
+    """
+    saved = cost(setting, operations).saved
+    return layers * saved + (cost(setting, ()).saved - saved if layers else 0)
+
+
+def waiting(shape: ModelShape, parallel: Parallel, *, rank: int, micro_batches: int) -> int:
+    """Layers times micro-batches that wait for their backward pass on pipeline rank `rank`, when the most do."""
+    order = turns(ranks=parallel.pipeline, rank=rank, chunks=parallel.virtual, micro_batches=micro_batches)
+    layers = [len(stage.layers) for stage in chunks(shape, parallel, rank=rank)]
+    return sum(layers[chunk] * count for chunk, count in most_in_flight(order).items())
+
+
+def _rounded_up(number: float) -> str:
+    """To three digits, never down."""
+    rounded = float(f"{number:.3g}")
+    return f"{rounded if rounded >= number else float(f'{number * 1.005:.3g}'):g}"

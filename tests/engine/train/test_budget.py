@@ -1,0 +1,98 @@
+"""The operations that a budget buys: the cheapest that fit, for every stage, or the smallest budget that would do."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import ModelShape, Operation, Parallel, Recompute
+from engine.plan import budget
+from engine.plan.budget import GIB
+from engine.plan.recompute import Setting, cost
+from tests.engine.train import runs
+
+SEVEN_B = ModelShape(
+    num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=32, head_dim=128, ffn_hidden_size=11008,
+    max_seq_len=4096, vocab_size=32000,
+)  # fmt: skip
+ROW = Setting(SEVEN_B, seq_len=4096, micro_batch=1, element=2)
+
+
+def kept(*operations: Operation) -> int:
+    return budget.activations(ROW, operations, layers=32)
+
+
+def bought(size: int) -> set[Operation]:
+    return set(budget.cheapest(ROW, layers=32, budget=size))
+
+
+def test_a_budget_with_room_for_all_replays_nothing() -> None:
+    assert bought(kept()) == set()
+
+
+def test_what_repeats_no_product_is_bought_first() -> None:
+    assert bought(kept() - 1) in ({"norm"}, {"activation"})
+    assert bought(kept("norm", "activation")) == {"norm", "activation"}
+
+
+def test_products_are_repeated_only_when_nothing_else_is_left() -> None:
+    assert bought(kept("norm", "activation") - GIB) == {"norm", "activation", "qkv"}
+    assert bought(kept("norm", "activation", "up_projection", "qkv")) == {
+        "norm", "activation", "up_projection", "qkv",
+    }  # fmt: skip
+    assert bought(kept("layer")) == {"layer"}
+
+
+def test_no_other_set_that_fits_costs_less() -> None:
+    for size in range(kept("layer"), kept(), GIB):
+        best = cost(ROW, bought(size)).flops
+        assert kept(*bought(size)) <= size
+        assert all(cost(ROW, some).flops >= best for some in budget.choices(ROW) if kept(*some) <= size)
+
+
+def test_a_budget_that_is_too_small_is_refused_with_the_smallest_that_would_do() -> None:
+    # 32 inputs of 4096 x 4096 x 2 bytes are 1 GiB; while one layer is made again, all of it is there.
+    with pytest.raises(ValueError, match=r"budget_gib=1 is too little: .* set it to ([\d.]+)") as refusal:
+        bought(GIB)
+    enough = float(str(refusal.value).split("set it to ")[1].split(",")[0])
+    assert bought(int(enough * GIB)) == {"layer"}
+    assert enough * GIB / kept("layer") == pytest.approx(1, abs=0.01)
+    with pytest.raises(ValueError, match="too little"):
+        bought(int(0.99 * kept("layer")))
+
+
+def test_earlier_stages_keep_more_micro_batches() -> None:
+    # Korthikanti et al. 2022, equation 5: the first stage keeps as much as the whole model's layers do.
+    parallel = Parallel(pipeline=4, stages=(8, 8, 8, 8))
+    waiting = [budget.waiting(SEVEN_B, parallel, rank=rank, micro_batches=8) for rank in range(4)]
+    assert waiting == [32, 24, 16, 8]
+
+
+def test_each_stage_of_a_run_replays_what_fits_it() -> None:
+    shape = ModelShape.model_validate(runs.SHAPE | {"num_layers": 4})
+    run = runs.config(
+        model=runs.SHAPE | {"num_layers": 4},
+        parallel={"pipeline": 2, "stages": [2, 2]},
+        recompute={"mode": "budget", "budget_gib": 1.0},
+    )
+    layer = budget.activations(Setting.of(run, shape), (), layers=1)
+    # Two layers and two micro-batches wait at the first stage, two and one at the second, which all of fit.
+    tight = run.model_copy(update={"recompute": Recompute(mode="budget", budget_gib=2 * layer / GIB)})
+    first, second = (budget.replayed(tight, shape, rank=rank) for rank in range(2))
+    assert second == set()
+    assert first
+    assert budget.replayed_by_layer(tight, shape) == [first, first, second, second]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "complaint"),
+    [
+        ({"mode": "full", "operations": ["norm"]}, 'belong to mode "selective"'),
+        ({"mode": "budget"}, 'belongs to mode "budget"'),
+        ({"mode": "selective", "budget_gib": 1}, 'belongs to mode "budget"'),
+        ({"mode": "selective", "operations": []}, "at least 1 item"),
+        ({"mode": "budget", "budget_gib": 0}, "greater than 0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(recompute: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Recompute.model_validate(recompute)

@@ -1,0 +1,60 @@
+"""`python -m engine measure` as a person calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.plan.recompute import Setting, cost
+from tests.engine.train import runs
+
+OPERATIONS = ["norm", "activation", "qkv"]
+DEADLINE = 120.0
+
+
+def written(run_dir: Path) -> Path:
+    return runs.write(
+        run_dir,
+        runs.config(
+            parallel={"tensor": 2, "sequence": True},
+            training={"precision": "bf16", "micro_batch": 2},
+            recompute={"mode": "selective", "operations": OPERATIONS},
+        ),
+    )
+
+
+def test_measuring_starts_the_ranks_and_tells_of_each_layer_what_it_keeps_and_should_keep(tmp_path: Path) -> None:
+    run_file = written(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    command = [sys.executable, "-m", "engine", "measure", str(run_file), "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    reports = json.loads(ended.stdout)
+    run = runs.config(**json.loads(run_file.read_text()))
+    assert run.model is not None
+    planned = cost(Setting.of(run, run.model), run.recompute.replayed).saved
+    line = {"measured": planned, "predicted": planned, "difference": 0}
+    assert [report["rank"] for report in reports] == [0, 1]
+    for report in reports:
+        assert report["operations"] == OPERATIONS
+        assert report["layers"] == [{"layer": 0, **line}, {"layer": 1, **line}]
+        assert report["elsewhere"] > 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_measuring_under_torchrun_prints_one_table(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    ended = subprocess.run(
+        [*command, "engine", "measure", str(written(tmp_path))],
+        capture_output=True, text=True, timeout=DEADLINE, check=True,
+    )  # fmt: skip
+    header, *lines = ended.stdout.splitlines()
+    assert header.split() == ["rank", "layer", "measured", "predicted", "difference"]
+    assert [line.split()[:2] for line in lines] == [
+        ["0", "0"], ["0", "1"], ["0", "else"], ["rank", "0"], ["1", "0"], ["1", "1"], ["1", "else"], ["rank", "1"],
+    ]  # fmt: skip
+    assert all(line.split()[-1] == "0" for line in lines if line.split()[1] in "01" and line[0] == " ")
