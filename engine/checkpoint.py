@@ -111,7 +111,7 @@ def take(optimizer: Optimizer, facts: Facts) -> Snapshot:
         **asdict(facts),
         "updates": optimizer.steps,
         "layout": optimizer.mesh.parallel.model_dump(),
-        "parameters": shapes_of(optimizer),
+        "parameters": optimizer.shapes,
     }
     copies = on_host(tensors)
     return Snapshot(facts, optimizer.mesh.world_rank, list(zip(names, copies, strict=True)), pieces, about)
@@ -255,7 +255,7 @@ def check_fits(path: Path, index: dict[str, Any], optimizer: Optimizer, *, base:
         raise BadCheckpoint(path, f"it has format {index['format']}, and this version reads {FORMAT}")
     if index["base"] != base:
         raise BadCheckpoint(path, "it was made on other base weights")
-    saved, wanted = index["parameters"], shapes_of(optimizer)
+    saved, wanted = index["parameters"], optimizer.shapes
     for name in saved.keys() | wanted.keys():
         if saved.get(name) != wanted.get(name):
             raise BadCheckpoint(
@@ -283,11 +283,6 @@ def fill(path: Path, saved: Iterable[dict[str, Any]], pieces: Iterable[Piece]) -
                 filled += prod(both.size)
             if filled != prod(piece.box.size):
                 raise BadCheckpoint(path, f"it lacks a part of {piece.parameter}")
-
-
-def shapes_of(optimizer: Optimizer) -> dict[str, list[int]]:
-    """The global shape of every trainable parameter."""
-    return {slot.name: list(slot.placement.shape) for slot in optimizer.slots}
 
 
 def fingerprint(base: Path) -> str:

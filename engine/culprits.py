@@ -17,8 +17,8 @@ from engine.batch import Batch
 from engine.data.loader import Loader
 from engine.failure import RunFailure
 from engine.mesh import Mesh
-from engine.model import Decoder
 from engine.optimizer import Optimizer
+from engine.passes import Passes
 
 MOST_ROWS = 8
 """That a message names."""
@@ -46,16 +46,16 @@ def non_finite(
     batches: Sequence[Batch],
     loader: Loader,
     files: Sequence[Path],
-    decoder: Decoder,
+    passes: Passes,
     optimizer: Optimizer,
 ) -> NonFinite:
     """What to raise for a step, counted from 0, that has this loss and norm. Every rank calls this together."""
     if isfinite(loss):
         what = f"the gradient's norm is {norm}"
-        places = found(batches, lambda row: isfinite(own_norm(row, decoder, optimizer)), loader.batch, decoder.mesh)
+        places = found(batches, lambda row: isfinite(own_norm(row, passes, optimizer)), loader.batch, optimizer.mesh)
     else:
         what = f"the loss is {loss}"
-        places = found(batches, lambda row: isfinite(own_loss(row, decoder)), loader.batch, decoder.mesh)
+        places = found(batches, lambda row: isfinite(own_loss(row, passes)), loader.batch, optimizer.mesh)
     order = loader.order(step_index)
     sources = [source(loader.rows.origins(int(order[place])), files) for place in places[:MOST_ROWS]]
     return NonFinite(step_index + 1, what, in_words(sources, found=len(places), of=len(order)))
@@ -78,14 +78,14 @@ def found(batches: Iterable[Batch], is_fine: Callable[[Batch], bool], rows: int,
     return [int(place) for place in marks.nonzero()]
 
 
-@torch.no_grad()
-def own_loss(row: Batch, decoder: Decoder) -> float:
-    return float(decoder.loss(row).loss_sum)
+def own_loss(row: Batch, passes: Passes) -> float:
+    """A row's summed loss, on the ranks that have it; 0 on others."""
+    return float(passes.evaluate([row])[0])
 
 
-def own_norm(row: Batch, decoder: Decoder, optimizer: Optimizer) -> float:
+def own_norm(row: Batch, passes: Passes, optimizer: Optimizer) -> float:
     """L2 norm of what this rank has of a row's gradient."""
-    decoder.loss(row).loss_sum.backward()  # type: ignore[no-untyped-call]
+    passes.train([row], labels=1)
     return optimizer.drop_gradients()
 
 

@@ -28,12 +28,13 @@ from engine import tensorfile
 from engine.comm import gather_tokens, sum_parts
 from engine.config import Lora, ModelShape
 from engine.dropout import Draw, dropout
+from engine.gather import merged, wholes
 from engine.ledger import Ledger
 from engine.linear import ColumnLinear, RowLinear
-from engine.model import Decoder, generator_of
+from engine.model import Decoder, generator_of, whole_shapes
 from engine.naming import Stored, joined, module_stored, naming_of, parted
 from engine.placement import Placement, empty_local, place, placement_of
-from engine.weights import Folder, InvalidWeights, whole
+from engine.weights import Folder, InvalidWeights
 
 TARGETS = {
     "q": "self_attn.q_proj",
@@ -116,18 +117,17 @@ def adapt(decoder: Decoder, lora: Lora, *, seed: int) -> None:
 def merged_state(decoder: Decoder, base: Path) -> Iterator[tuple[str, Tensor]]:
     """Each weight of the folder `base` on the host, with (alpha / rank) B A added to the adapted ones, in fp32.
 
-    From the base as it is stored, not as the decoder holds it, which may be rounded to another type. All ranks of a
-    tensor axis go through it together, for the adapters are gathered from them.
+    From the base as it is stored, not as the decoder holds it, which may be rounded to another type. All ranks that
+    hold a model between them go through it together, for the adapters are gathered from them.
     """
-    adapters = {f"{adapter.host_name}.weight": adapter for adapter in _adapters(decoder)}
+    scales = merged(decoder.mesh, {adapter.host_name: adapter.scale for adapter in _adapters(decoder)})
+    adapters = dict(wholes(decoder, _parameters(decoder)))
     with Folder(base, decoder.shape) as folder:
-        for name, _ in decoder.mesh.stopwatch.whereabouts.through(decoder.named_parameters()):
-            if ".adapter." in name:
-                continue
-            stored, adapter = folder.whole(name), adapters.get(name)
-            if adapter is not None:
-                down, up = (whole(m.weight, m.weight, decoder.axis).float() for m in (adapter.lora_A, adapter.lora_B))
-                stored = stored.float() + (up @ down * adapter.scale).cpu()
+        for name in decoder.mesh.stopwatch.whereabouts.through(whole_shapes(decoder.shape)):
+            stored, host = folder.whole(name), name.removesuffix(".weight")
+            if host in scales and host != name:
+                down, up = (adapters[f"{host}.adapter.lora_{side}.weight"].float() for side in "AB")
+                stored = stored.float() + up @ down * scales[host]
             yield name, stored
 
 
@@ -136,9 +136,11 @@ def save_adapter(decoder: Decoder, lora: Lora, directory: Path, *, base_name: st
 
     Every rank calls it, world rank 0 writes.
     """
+    whole = dict(wholes(decoder, _parameters(decoder)))
     tensors: list[tuple[str, Tensor]] = []
     for host in _hosts(decoder):
-        down, up = host.in_file([_in_whole(adapter, decoder) for adapter in host.adapters])
+        pairs = [(whole[f"{name}.adapter.lora_A.weight"], whole[f"{name}.adapter.lora_B.weight"]) for name in host.ours]
+        down, up = host.in_file(pairs)
         tensors += [(f"{host.name}.lora_A.weight", down), (f"{host.name}.lora_B.weight", up)]
     if decoder.mesh.world_rank != 0:
         return
@@ -149,7 +151,7 @@ def save_adapter(decoder: Decoder, lora: Lora, directory: Path, *, base_name: st
 
 
 def load_adapter(decoder: Decoder, directory: Path) -> None:
-    """Fill the adapters of an adapted decoder from `peft`'s file, each rank its piece.
+    """Fill the adapters of an adapted decoder from `peft`'s file, each rank its piece. Every rank calls it together.
 
     Raises InvalidWeights naming the tensor that is missing, unknown, of another shape, or no adapter of ours.
     """
@@ -161,9 +163,12 @@ def load_adapter(decoder: Decoder, directory: Path) -> None:
             raise InvalidWeights(
                 f"{directory}: {name} is {'missing for' if name in known else 'not part of'} this adapter"
             )
+        mine = {adapter.host_name: adapter for adapter in _adapters(decoder)}
         for host in hosts:
             down, up = (file.get_tensor(f"{host.name}.lora_{side}.weight") for side in "AB")
-            for adapter, pair in zip(host.adapters, host.from_file(down, up, directory), strict=True):
+            for ours, pair in zip(host.ours, host.from_file(down, up, directory), strict=True):
+                if (adapter := mine.get(ours)) is None:
+                    continue
                 for matrix, tensor in zip((adapter.lora_A, adapter.lora_B), pair, strict=True):
                     placement = placement_of(matrix.weight)
                     placement.true_part(matrix.weight).copy_(placement.piece(tensor))
@@ -174,7 +179,10 @@ class _Host:
     """A matrix of the family's files, and the adapters that are one adapter beside it there."""
 
     there: Stored
-    adapters: list[Adapter]
+    ours: list[str]
+    """What we call the matrices that the adapters stand beside."""
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    """Of A and B of each adapter, as a whole."""
     parts: list[int]
     """Which part of the matrix each adapter belongs to."""
 
@@ -194,9 +202,9 @@ class _Host:
 
     def from_file(self, down: Tensor, up: Tensor, directory: Path) -> list[tuple[Tensor, Tensor]]:
         """A and B of each adapter. Raises InvalidWeights where the file's are not of such a kind."""
-        wanted = [tuple(placement_of(m.weight).shape for m in (a.lora_A, a.lora_B)) for a in self.adapters]
-        (rank, inputs), (outputs, _) = wanted[0]
-        shapes = {"A": (len(wanted) * rank, inputs), "B": (self.there.parts * outputs, len(wanted) * rank)}
+        (rank, inputs), (outputs, _) = self.shapes[0]
+        ranks = len(self.shapes) * rank
+        shapes = {"A": (ranks, inputs), "B": (self.there.parts * outputs, ranks)}
         for (side, shape), tensor in zip(shapes.items(), (down, up), strict=True):
             if tuple(tensor.shape) != shape:
                 raise InvalidWeights(
@@ -222,24 +230,31 @@ class _Host:
 
 
 def _hosts(decoder: Decoder) -> Iterator[_Host]:
-    """The adapted matrices as the family's files have them, in the order of the model."""
+    """The adapted matrices of all stages as the family's files have them, in the order of the model."""
+    shapes = {
+        adapter.host_name: (placement_of(adapter.lora_A.weight).shape, placement_of(adapter.lora_B.weight).shape)
+        for adapter in _adapters(decoder)
+    }
+    shapes = merged(decoder.mesh, shapes)
     found: dict[str, _Host] = {}
-    for adapter in _adapters(decoder):
-        there = module_stored(decoder.shape, adapter.host_name)
-        host = found.setdefault(there.name, _Host(there, [], []))
-        host.adapters.append(adapter)
-        host.parts.append(there.part)
+    for name in whole_shapes(decoder.shape):
+        ours = name.removesuffix(".weight")
+        if ours in shapes:
+            there = module_stored(decoder.shape, ours)
+            host = found.setdefault(there.name, _Host(there, [], [], []))
+            host.ours.append(ours)
+            host.shapes.append(shapes[ours])
+            host.parts.append(there.part)
     yield from found.values()
-
-
-def _in_whole(adapter: Adapter, decoder: Decoder) -> tuple[Tensor, Tensor]:
-    """A and B, global, on the host. All ranks of a tensor axis call it together."""
-    down, up = (whole(m.weight, m.weight, decoder.axis).cpu() for m in (adapter.lora_A, adapter.lora_B))
-    return down, up
 
 
 def _adapters(decoder: Decoder) -> list[Adapter]:
     return [module for module in decoder.modules() if isinstance(module, Adapter)]
+
+
+def _parameters(decoder: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those of this rank's adapters."""
+    return ((name, parameter) for name, parameter in decoder.named_parameters() if ".adapter." in name)
 
 
 @torch.no_grad()

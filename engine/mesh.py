@@ -37,6 +37,9 @@ SPANS: dict[str, tuple[Axis, ...]] = {
 which gradients are summed; those that hold one model between them."""
 ENDS = "ends"
 """The group of the first and the last pipeline stage, which both hold a tied embedding."""
+CHANNELS = ("forward", "forward around", "backward", "backward around")
+"""Groups of a pipeline's ranks, one for each way in which neighbours send: to the next rank, from the last around to
+the first, and the same back. What waits on one never holds up another, were both between the same two ranks."""
 
 
 @dataclass
@@ -130,6 +133,13 @@ def groups_of(parallel: Parallel) -> Iterator[tuple[str, list[int]]]:
     yield from ((neighbours(parallel.tensor), ranks) for ranks in members(parallel, "tensor"))
 
 
+def channels_of(parallel: Parallel) -> Iterator[tuple[str, list[int]]]:
+    """Name and world ranks of every one of the `CHANNELS` that this pipeline uses."""
+    if parallel.pipeline > 1:
+        for name in CHANNELS[:: 1 if parallel.virtual > 1 else 2]:
+            yield from ((name, ranks) for ranks in members(parallel, "pipeline"))
+
+
 def alone(device: torch.device) -> Mesh:
     """A mesh of one rank, which talks to nobody."""
     return Mesh(Parallel(), world_rank=0, device=device)
@@ -205,6 +215,10 @@ def _meet(
             formed[same] = dist.new_group(ranks, timeout=timeout)
         if me.world_rank in ranks:
             groups[name] = formed[same]
+    for name, ranks in channels_of(parallel):
+        channel = dist.new_group(ranks, timeout=timeout)
+        if me.world_rank in ranks:
+            groups[name] = channel
     return groups, owns_world
 
 

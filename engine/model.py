@@ -1,6 +1,7 @@
 """The decoder: embedding, layers, final norm and output, in any layout of a mesh, under Hugging Face's names.
 
-Which text it sees is `engine.batch`'s, how weights come and go `engine.weights`' business.
+Which text it sees is `engine.batch`'s, how weights come and go `engine.weights`', and in which order the stages of a
+pipeline run `engine.passes`' business.
 
 B rows, T tokens, S tokens of this rank, D features, V vocabulary.
 """
@@ -8,7 +9,8 @@ B rows, T tokens, S tokens of this rank, D features, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -25,10 +27,11 @@ from engine.dropout import Draw, Dropout
 from engine.ledger import Ledger
 from engine.linear import ColumnLinear, PositionEmbedding, VocabEmbedding
 from engine.loss import CHUNK_LOGITS, LossParts, vocab_loss
-from engine.mesh import Mesh
+from engine.mesh import ENDS, Mesh, alone
 from engine.mlp import MLP
 from engine.norm import NORMS
-from engine.placement import placement_of
+from engine.placement import place, placement_of
+from engine.plan.stages import Stage, chunks
 from engine.rope import Rope
 
 
@@ -69,12 +72,13 @@ class Layer(nn.Module):
 
 
 class _Trunk(nn.Module):
-    """What stands under `model.` in Hugging Face's names."""
+    """What stands under `model.` in Hugging Face's names, as far as these stages have it."""
 
     def __init__(
         self,
         shape: ModelShape,
         axis: TensorAxis,
+        stages: Sequence[Stage],
         *,
         ledger: Ledger,
         unfused: bool,
@@ -82,26 +86,35 @@ class _Trunk(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
+        first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
         size, family = shape.hidden_size, shape.family
         norm = partial(NORMS[family.norm], size, shape.norm_eps, axis, dtype=dtype, device=device)
-        self.embed_tokens = VocabEmbedding(shape.vocab_size, size, axis, dtype=dtype, device=device)
+        self.embed_tokens: VocabEmbedding | None = None
+        if first or (last and shape.tie_embeddings):
+            self.embed_tokens = VocabEmbedding(shape.vocab_size, size, axis, dtype=dtype, device=device)
+        if self.embed_tokens is not None and shape.tie_embeddings and not (first and last):
+            # Both ends of a pipeline hold a tied embedding, and each has the gradient of its own use of it.
+            weight = self.embed_tokens.weight
+            place(weight, replace(placement_of(weight), copy=int(last), partial=ENDS))
         self.embed_positions: PositionEmbedding | None = None
-        if family.positions == "learned":
+        if first and family.positions == "learned":
             self.embed_positions = PositionEmbedding(shape.max_seq_len, size, axis, dtype=dtype, device=device)
-        self.embed_norm = norm() if family.embed_norm else None
+        self.embed_norm = norm() if first and family.embed_norm else None
         rate = shape.hidden_dropout if "embedding" in family.drops else 0.0
         self._dropout = Dropout(rate, "model.embed_tokens", ledger)
         # By global number, so that a rank that holds only some layers keeps their names.
         self.layers = nn.ModuleDict(
             {
                 str(number): Layer(shape, number, axis, ledger=ledger, unfused=unfused, dtype=dtype, device=device)
-                for number in range(shape.num_layers)
+                for stage in stages
+                for number in stage.layers
             }
         )
-        self.norm = norm()
+        self.norm = norm() if last else None
 
     def embedded(self, tokens_BT: Tensor, positions_BS: Tensor, draw: Draw | None) -> Tensor:
         """What the first layer reads, B S D, of all tokens' ids and of this rank's tokens' positions."""
+        assert self.embed_tokens is not None, "only the first stage embeds"
         x_BSD = cast(Tensor, self.embed_tokens(tokens_BT))
         if self.embed_positions is not None:
             x_BSD = x_BSD + self.embed_positions(positions_BS)
@@ -111,10 +124,10 @@ class _Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer; each rank of the mesh's tensor axis holds its piece of every matrix.
+    """A decoder-only transformer; each rank holds the layers of its stages, and of each matrix its piece.
 
     `named_parameters()` have Hugging Face's names, a tied output layer none of its own; `placement_of` tells where each
-    lies in the global tensor. Raises ValueError where `shape` can't be cut over the tensor axis.
+    lies in the global tensor. Raises ValueError where `shape` can't be cut over the tensor or the pipeline axis.
     """
 
     def __init__(
@@ -139,9 +152,13 @@ class Decoder(nn.Module):
         self.ledger = Ledger(recompute)
         self.dropout_seed = 0
         """What dropout masks are drawn from, besides the batch's step and rows."""
-        self.model = _Trunk(shape, self.axis, ledger=self.ledger, unfused=unfused, dtype=dtype, device=mesh.device)
+        self.stages = chunks(shape, mesh.parallel, rank=mesh.rank("pipeline"))
+        """Those of this rank, in the order in which a token goes through them; `run` takes their numbers here."""
+        self.model = _Trunk(
+            shape, self.axis, self.stages, ledger=self.ledger, unfused=unfused, dtype=dtype, device=mesh.device
+        )
         self.lm_head: ColumnLinear | None = None
-        if not shape.tie_embeddings:
+        if self.stages[-1].last and not shape.tie_embeddings:
             self.lm_head = ColumnLinear(shape.hidden_size, shape.vocab_size, self.axis, dtype=dtype, device=mesh.device)
         positions = shape.family.positions
         self._rope = Rope(shape, mesh.device) if positions == "rope" else None
@@ -151,22 +168,58 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """The output matrix's piece, vocabulary first; the embedding's where they are tied."""
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        """The output matrix's piece, vocabulary first; the embedding's where they are tied. Only on the last stage."""
+        layer = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert layer is not None
+        return layer.weight
 
     def loss(self, batch: Batch) -> LossParts:
-        """Summed loss of the labels that this context rank has, the same on every tensor rank.
+        """Summed loss of the batch's labels, as `run` has it, where one stage is the whole model."""
+        parts = self.run(0, batch)
+        assert isinstance(parts, LossParts), "a pipeline's stages are run in turns"
+        return parts
 
-        Raises ValueError where T can't be shared over the context axis, or under sequence parallelism.
+    def run(self, chunk: int, batch: Batch, hidden_BSD: Tensor | None = None) -> Tensor | LossParts:
+        """This rank's stage number `chunk`: from ids, or the stage before's hidden states, to hidden states or loss.
+
+        The loss is the sum over the labels that this context rank has, the same on every tensor rank. Raises ValueError
+        where T can't be shared over the context axis, or under sequence parallelism.
         """
-        num_tokens = batch.tokens_BT.shape[1]
-        places_T = self.context.places(num_tokens, self.device)
-        between = self.axis.tokens(len(places_T))
+        stage = self.stages[chunk]
+        places_T = self.context.places(batch.tokens_BT.shape[1], self.device)
         own = batch if self.context.size == 1 else batch.at(places_T)
+        between = self.axis.tokens(len(places_T))
+        frame = self._frame(batch, own, places_T, between)
+        if stage.first:
+            hidden_BSD = self.model.embedded(own.tokens_BT, own.positions_BT[:, between], frame.draw)
+        assert hidden_BSD is not None
+        hidden_BSD = self._through(stage, hidden_BSD, frame)
+        if not stage.last:
+            return hidden_BSD
+        return vocab_loss(hidden_BSD, self.output_weight, own, self.axis, chunk_logits=self.chunk_logits)
+
+    def hidden_size(self, batch: Batch) -> tuple[int, int, int]:
+        """B S D of what passes between stages for this batch."""
+        rows, tokens = batch.tokens_BT.shape
+        between = self.axis.tokens(sum(map(len, self.context.runs(tokens))))
+        return rows, between.stop - between.start, self.shape.hidden_size
+
+    def _through(self, stage: Stage, hidden_BSD: Tensor, frame: Frame) -> Tensor:
+        """The stage's layers, and in the last one the norm: B S D to B S D."""
+        for number in stage.layers:
+            hidden_BSD = self.model.layers[str(number)](hidden_BSD, frame)
+        if not stage.last:
+            return hidden_BSD
+        assert self.model.norm is not None
+        return cast(Tensor, self.model.norm(hidden_BSD))
+
+    def _frame(self, batch: Batch, own: Batch, places_T: Tensor, between: slice) -> Frame:
+        """What all layers of this rank need to know of a batch, of which it has `own`, the tokens at `places_T`."""
+        num_tokens = batch.tokens_BT.shape[1]
         rows_B = batch.rows_B
         if rows_B is None:
             rows_B = torch.arange(batch.tokens_BT.shape[0], device=self.device)
-        frame = Frame(
+        return Frame(
             views(
                 self.context.runs(num_tokens),
                 self.dtype,
@@ -179,8 +232,6 @@ class Decoder(nn.Module):
             context=self.context if self.context.size > 1 else None,
             draw=Draw(self.dropout_seed, batch.step, rows_B, places_T, places_T[between]) if self.training else None,
         )
-        hidden_BSD = self._hidden(own.tokens_BT, own.positions_BT[:, between], frame)
-        return vocab_loss(hidden_BSD, self.output_weight, own, self.axis, chunk_logits=self.chunk_logits)
 
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor, cache: Cache | None = None, *, last_only: bool = False) -> Tensor:
@@ -188,8 +239,10 @@ class Decoder(nn.Module):
 
         With `last_only`, those of the last token. With a `cache`, the tokens follow those it holds, and it then holds
         them too. All tensor ranks call it together, and each gets all logits. Raises ValueError beyond the capacity,
-        and beyond the positions that were learned.
+        beyond the positions that were learned, and where the model is spread over a pipeline.
         """
+        if len(self.stages) > 1 or not (self.stages[0].first and self.stages[0].last):
+            raise ValueError("a pipeline's stages give losses and no logits; load the model with parallel.pipeline=1")
         past = 0 if cache is None else cache.length
         rows, tokens = tokens_BT.shape
         own = self.axis.tokens(tokens)
@@ -202,7 +255,8 @@ class Decoder(nn.Module):
             angles=self._angles(positions_BT),
             cache=cache,
         )
-        hidden_BSD = self._hidden(tokens_BT, positions_BT[:, own], frame)
+        hidden_BSD = self.model.embedded(tokens_BT, positions_BT[:, own], frame.draw)
+        hidden_BSD = self._through(self.stages[0], hidden_BSD, frame)
         if cache is not None:
             cache.length += tokens
         hidden_BTD = start_gather_tokens(hidden_BSD, self.axis).wait()
@@ -218,12 +272,6 @@ class Decoder(nn.Module):
     def _angles(self, positions_BT: Tensor, *, furthest: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
         return None if self._rope is None else self._rope.angles(positions_BT, self.dtype, furthest=furthest)
 
-    def _hidden(self, tokens_BT: Tensor, positions_BS: Tensor, frame: Frame) -> Tensor:
-        x_BSD = self.model.embedded(tokens_BT, positions_BS, frame.draw)
-        for layer in self.model.layers.values():
-            x_BSD = layer(x_BSD, frame)
-        return cast(Tensor, self.model.norm(x_BSD))
-
     @torch.no_grad()
     def _draw_weights(self, seed: int) -> None:
         """Normal weights; those that write into the residual are smaller by sqrt(2 layers) (Radford et al. 2019)."""
@@ -235,6 +283,12 @@ class Decoder(nn.Module):
             placement = placement_of(parameter)
             whole = torch.empty(placement.shape).normal_(0, std, generator=generator_of(seed, name))
             placement.true_part(parameter).copy_(placement.piece(whole))
+
+
+def whole_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name and global shape of each parameter of the whole model, in the model's order. Nothing is allocated."""
+    whole = Decoder(shape, alone(torch.device("meta")))
+    return {name: placement_of(parameter).shape for name, parameter in whole.named_parameters()}
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

@@ -24,7 +24,8 @@ from torch.optim.adamw import adamw
 
 from engine.comm import all_gather_flat, reduce_scatter_flat
 from engine.config import Training
-from engine.mesh import Mesh
+from engine.gather import merged
+from engine.mesh import ENDS, Mesh
 from engine.pieces import Rectangle, cover, globally, without_padding
 from engine.placement import Placement, placement_of
 
@@ -46,6 +47,15 @@ class Kind:
     """Each tensor rank holds the whole of it."""
     copy: int
     """Number of this rank among those of one replica that hold the same; the first counts, and is saved."""
+
+    @property
+    def follows(self) -> bool:
+        """The weight is the first end's of the pipeline, and what the optimizer has of it here means nothing.
+
+        At another place of the buffers, many replicas' gradients are added up in another order: updated apart, the two
+        would drift from one another.
+        """
+        return self.partial == ENDS and self.copy > 0
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ class Run:
     start: int
     stop: int
 
-    def within(self, own: Run) -> slice:
+    def within(self, own: slice) -> slice:
         """The part of this run that `own` covers, in indices of `own`."""
         start = max(self.start, own.start) - own.start
         return slice(start, max(start, min(self.stop, own.stop) - own.start))
@@ -96,7 +106,10 @@ class Optimizer:
     def __init__(
         self, parameters: Iterable[tuple[str, Parameter]], mesh: Mesh, *, training: Training, shard: bool
     ) -> None:
-        """Move the parameters that require gradients into flat buffers. All have one dtype and carry a placement."""
+        """Move the parameters that require gradients into flat buffers. All have one dtype and carry a placement.
+
+        A pipeline's stages call this together; under LoRA one may have nothing to train.
+        """
         self.mesh = mesh
         self.training = training
         self.steps = 0
@@ -104,17 +117,20 @@ class Optimizer:
         self.group = mesh.group("replicas")
         self.shards = mesh.size("replicas") if shard else 1
         self.slots, self.runs, size = lay_out(parameters, multiple=self.shards * ALIGNMENT)
-        (dtype,) = {slot.parameter.dtype for slot in self.slots}
+        dtypes = {slot.parameter.dtype for slot in self.slots}
+        dtype = dtypes.pop() if dtypes else torch.float32
+        assert not dtypes, "parameters of several types"
         share = size // self.shards
         rank = mesh.rank("replicas") if shard else 0
-        self.own = Run(self.runs[0].kind, rank * share, (rank + 1) * share)
+        self.own = slice(rank * share, (rank + 1) * share)
         self.weights_N = torch.zeros(size, dtype=dtype, device=mesh.device)
         self.gradients_N = torch.zeros(size, dtype=torch.float32, device=mesh.device)
+        self.shapes = merged(mesh, {slot.name: list(slot.placement.shape) for slot in self.slots})
+        """Global shape of every trainable parameter, of all stages."""
         self._arrived: set[str] = set()
         for slot in self.slots:
             self._adopt(slot)
-        own = slice(self.own.start, self.own.stop)
-        self.weights_S = self.weights_N[own]
+        self.weights_S = self.weights_N[self.own]
         # In fp32 the weights are their own masters.
         self.masters_S = self.weights_S.float()
         self.averages_S = torch.zeros_like(self.masters_S)
@@ -192,10 +208,10 @@ class Optimizer:
         # Divides as torch.nn.utils.clip_grad_norm_ does; the kernel does so in its one pass.
         excess = None if clip is None or norm + 1e-6 <= clip else self.masters_S.new_tensor((norm + 1e-6) / clip)
         beta1, beta2 = self.training.betas
-        for decays, runs in groupby(self.runs, key=lambda run: run.kind.decays):
+        for (decays, follows), runs in groupby(self.runs, key=lambda run: (run.kind.decays, run.kind.follows)):
             of_a_kind = list(runs)
             part = Run(of_a_kind[0].kind, of_a_kind[0].start, of_a_kind[-1].stop).within(self.own)
-            if part.start == part.stop:
+            if follows or part.start == part.stop:
                 continue
             adamw(
                 [self.masters_S[part]],
@@ -218,19 +234,23 @@ class Optimizer:
         self.publish()
 
     def publish(self) -> None:
-        """Round the masters to the weights, and gather every rank's share of them."""
+        """Round the masters to the weights, and gather every rank's share of them; ends take the first one's."""
         if self.weights_S.data_ptr() != self.masters_S.data_ptr():
             self.weights_S.copy_(self.masters_S)
         if self.shards > 1:
             with self.mesh.exchange():
                 all_gather_flat(self.weights_N, self.weights_S, group=self.group)
+        for run in self.runs:
+            if run.kind.partial == ENDS:
+                with self.mesh.exchange():
+                    dist.broadcast(self.weights_N[run.start : run.stop], group=self.mesh.group(ENDS), group_src=0)
 
     def pieces(self) -> Iterator[Piece]:
         """What this rank's share holds of each global parameter, cut into at most three boxes; padding left out."""
         states = {"weight": self.masters_S, "average": self.averages_S, "square": self.squares_S}
         for slot in self.slots:
             start, stop = max(slot.start, self.own.start), min(slot.stop, self.own.stop)
-            if start >= stop:
+            if start >= stop or slot.kind.follows:
                 continue
             for part in cover(slot.shape, start - slot.start, stop - slot.start):
                 true = without_padding(part, slot.placement)
@@ -269,7 +289,7 @@ def lay_out(parameters: Iterable[tuple[str, Parameter]], *, multiple: int) -> tu
             slots.append(Slot(name, parameter, placement_of(parameter), kind, end, tuple(parameter.shape)))
             end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         runs.append(Run(kind, start, end))
-    return slots, runs, -(-end // multiple) * multiple
+    return slots, runs, max(1, -(-end // multiple)) * multiple
 
 
 def kind_of(parameter: Parameter) -> Kind:

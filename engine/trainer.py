@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn import Parameter
 
 from engine import checkpoint, lora, weights
 from engine.batch import Batch
@@ -31,9 +30,9 @@ from engine.events import CheckpointSaved, ErrorCode, Evaluated, Event, Finished
 from engine.export import export
 from engine.failure import RunFailure
 from engine.mesh import Mesh, build
-from engine.model import Decoder
+from engine.model import Decoder, whole_shapes
 from engine.optimizer import Optimizer
-from engine.placement import placement_of
+from engine.passes import Passes
 from engine.plan import budget
 from engine.progress import Reporter
 from engine.rates import speeds
@@ -158,6 +157,7 @@ class Work:
         self.optimizer = Optimizer(
             decoder.named_parameters(), mesh, training=training, shard=run.parallel.shard_optimizer
         )
+        self.passes = Passes(decoder)
         self.loader = self._loader()
         self.replayed = budget.replayed_by_layer(run, decoder.shape)
         """Operations that are run again in backward, of each layer of the whole model."""
@@ -215,14 +215,15 @@ class Work:
                     f"training.global_batch={self.run.training.global_batch}",
                 )
             )
-        parameters = list(self.decoder.parameters())
+        trainable = count(self.optimizer.shapes)
+        frozen = count(whole_shapes(self.decoder.shape)) if self.run.lora is not None else 0
         self.emit(
             Started(
                 total_steps=self.total_steps,
                 start_step=self.step,
                 ranks=self.run.parallel.ranks,
-                parameters=count(parameters),
-                trainable_parameters=count([parameter for parameter in parameters if parameter.requires_grad]),
+                parameters=frozen + trainable,
+                trainable_parameters=trainable,
                 train_rows=len(train),
                 train_tokens=train.tokens,
                 validation_rows=0 if validation is None else len(validation),
@@ -282,12 +283,7 @@ class Work:
         """Train on one global batch."""
         number = self.step + 1
         lr = learning_rate(number, total_steps=self.total_steps, training=self.run.training)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for batch in self.stopwatch.whereabouts.through(batches):
-            parts = self.decoder.loss(batch)
-            # The mean over all labels of the step, wherever they are: never a mean of means.
-            (parts.loss_sum / max(1, agreed.labels)).backward()  # type: ignore[no-untyped-call]
-            loss_sum += parts.loss_sum.detach()
+        loss_sum = self.passes.train(batches, labels=agreed.labels)
         norm = self.optimizer.sum_gradients()
         # The norm had the host wait for the device, so that the time of all before it can be read.
         spent = self.stopwatch.lap()
@@ -301,7 +297,7 @@ class Work:
                 batches=batches,
                 loader=self.loader,
                 files=self.run.data.train,
-                decoder=self.decoder,
+                passes=self.passes,
                 optimizer=self.optimizer,
             )
         self.optimizer.update(lr=lr, norm=norm)
@@ -359,12 +355,8 @@ class Work:
 
     def _validate(self) -> None:
         loader = self._loader(validation=True)
-        sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         self.decoder.eval()
-        with torch.no_grad():
-            for batch in self.stopwatch.whereabouts.through(loader.sweep()):
-                parts = self.decoder.loss(batch)
-                sums += torch.stack([part.double() for part in (parts.loss_sum, parts.label_count, parts.correct)])
+        sums = self.passes.evaluate(loader.sweep())
         self.decoder.train()
         loss_sum, labels, correct = self._over_ranks(sums)
         labels = max(1, int(labels))
@@ -441,9 +433,9 @@ def is_due(step: int, every: int | None, total_steps: int) -> bool:
     return step == total_steps or (every is not None and step % every == 0)
 
 
-def count(parameters: list[Parameter]) -> int:
+def count(shapes: Mapping[str, Sequence[int]]) -> int:
     """Elements of the global tensors, each counted once."""
-    return sum(prod(placement_of(parameter).shape) for parameter in parameters)
+    return sum(map(prod, shapes.values()))
 
 
 def device_name(device: torch.device) -> str:

@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine import tensorfile
-from engine.comm import TensorAxis, gather_dim
 from engine.config import ModelShape
 from engine.families import shape_of_config
-from engine.model import Decoder
+from engine.gather import wholes
+from engine.model import Decoder, whole_shapes
 from engine.naming import OUTPUT, Stored, naming_of, stored, to_files, with_prefix
 from engine.placement import Placement, placement_of
 
@@ -62,12 +62,12 @@ def read_dtype(directory: Path) -> torch.dtype:
 def load(decoder: Decoder, directory: Path) -> None:
     """Fill the decoder's parameters, each rank reading its own piece, in the decoder's dtype.
 
-    Adapters are left as they are. Raises InvalidWeights where a file is damaged, a tensor is missing, unknown or of
-    another shape, or where a tied model's `lm_head.weight` is not its embedding.
+    Adapters are left as they are. Raises InvalidWeights, on every rank alike, where a file is damaged, a tensor is
+    missing, unknown or of another shape, or where a tied model's `lm_head.weight` is not its embedding.
     """
-    parameters = {name: p for name, p in decoder.named_parameters() if ".adapter." not in name}
+    shapes = whole_shapes(decoder.shape)
     with Folder(directory, decoder.shape) as folder, torch.no_grad():
-        unknown = folder.unknown(parameters)
+        unknown = folder.unknown(shapes)
         if decoder.shape.tie_embeddings and HEAD in unknown:
             unknown.remove(HEAD)
             if not torch.equal(folder.whole(HEAD), folder.whole(EMBEDDING)):
@@ -79,7 +79,11 @@ def load(decoder: Decoder, directory: Path) -> None:
             raise InvalidWeights(
                 f"{directory.name}: tensor {min(unknown)} is not part of the model; is config.json its own?"
             )
-        for name, parameter in decoder.mesh.stopwatch.whereabouts.through(parameters.items()):
+        for name, shape in shapes.items():
+            folder.check(name, shape)
+        for name, parameter in decoder.mesh.stopwatch.whereabouts.through(decoder.named_parameters()):
+            if ".adapter." in name:
+                continue
             placement = placement_of(parameter)
             parameter.zero_()
             placement.true_part(parameter).copy_(folder.piece(name, placement))
@@ -88,20 +92,9 @@ def load(decoder: Decoder, directory: Path) -> None:
 def whole_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Name and global host tensor of each parameter that is not an adapter's, one at a time.
 
-    All ranks of a tensor axis go through it together, for each tensor is gathered from them.
+    All ranks that hold a model between them go through it together, for each tensor is gathered from them.
     """
-    for name, parameter in decoder.mesh.stopwatch.whereabouts.through(decoder.named_parameters()):
-        if ".adapter." not in name:
-            yield name, whole(parameter, parameter, decoder.axis).cpu()
-
-
-def whole(local: Tensor, like: Tensor, axis: TensorAxis) -> Tensor:
-    """The global tensor, at its true size, whose pieces are placed as the parameter `like` is."""
-    placement = placement_of(like)
-    if placement.dim is None:
-        return local.detach()
-    gathered = gather_dim(local.detach(), placement.dim, axis, every=axis.size // placement.pieces)
-    return gathered.narrow(placement.dim, 0, placement.shape[placement.dim])
+    return wholes(decoder, ((name, p) for name, p in decoder.named_parameters() if ".adapter." not in name))
 
 
 def save(decoder: Decoder, directory: Path, dtype: torch.dtype) -> None:
@@ -119,10 +112,10 @@ def write(
 ) -> None:
     """Write global tensors in `dtype`, as the family's files have them, in one or in pieces of at most `shard_bytes`.
 
-    `tensors` may gather as it goes, so the ranks of the first data replica all exhaust it; world rank 0 alone keeps and
+    `tensors` may gather as it goes, so the ranks of the first replica all exhaust it; world rank 0 alone keeps and
     writes, a piece's worth at a time.
     """
-    if decoder.mesh.rank("data") != 0:
+    if decoder.mesh.rank("replicas") != 0:
         return
     if decoder.mesh.world_rank != 0:
         for _ in tensors:
@@ -204,14 +197,19 @@ class Folder:
         outputs, *inputs = self._shape(there)[:: -1 if there.transposed else 1]
         return (outputs // there.parts, *inputs)
 
-    def piece(self, name: str, placement: Placement) -> Tensor:
-        """What a rank holds of our tensor. Raises InvalidWeights where the file's has another shape."""
-        there, whole = stored(self.model, name), placement.shape
+    def check(self, name: str, whole: tuple[int, ...]) -> None:
+        """Raise InvalidWeights where our tensor is not of this shape in the files."""
+        there = stored(self.model, name)
         if self._shape(there) != there.shape(whole):
             raise InvalidWeights(
                 f"{self.directory.name}: {there.name} has shape {list(self._shape(there))}; "
                 f"config.json says {list(there.shape(whole))}"
             )
+
+    def piece(self, name: str, placement: Placement) -> Tensor:
+        """What a rank holds of our tensor. Raises InvalidWeights where the file's has another shape."""
+        there, whole = stored(self.model, name), placement.shape
+        self.check(name, whole)
         if placement.dim is None:
             return there.read(partial(self._window, there.name), whole, 0, 0, whole[0])
         return there.read(partial(self._window, there.name), whole, placement.dim, placement.start, placement.length)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import lora, mesh, weights
+from engine import gather, lora, mesh, weights
 from engine.batch import IGNORE, Batch
 from engine.config import Lora, ModelShape, Operation, Parallel, Recompute
 from engine.meter import Meter
@@ -88,7 +88,7 @@ def gradients(model: Decoder) -> dict[str, Tensor]:
             grad, partial = parameter.grad.clone(), placement_of(parameter).partial
             if partial and (group := model.mesh.group(partial)) is not None:
                 torch.distributed.all_reduce(grad, group=group)
-            whole[name] = weights.whole(grad, parameter, model.axis)
+            whole[name] = gather.whole(grad, parameter, model.axis)
     return whole
 
 

@@ -67,8 +67,19 @@ def adapters_against_one_rank(
     return abs(got_loss / loss - 1), worst, got.keys() == expected.keys(), replicated
 
 
-def adapter_saved(folder: Path) -> None:
-    grid = nets.grid(sequence=True)
-    lora.save_adapter(nets.adapted(nets.decoder(nets.shape(), grid=grid)), nets.LORA, folder, base_name="base")
+def adapter_saved(folder: Path, base: Path, parallel: Parallel) -> tuple[dict[str, Tensor], bool]:
+    """Save an adapter; what its base is with the adapter merged in, and whether loading it gives back the same bits."""
+    grid = mesh.build(parallel)
+    model = nets.adapted(nets.loaded(base, grid=grid))
+    lora.save_adapter(model, nets.LORA, folder, base_name="base")
+    merged = dict(lora.merged_state(model, base))
     grid.barrier()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+    lora.load_adapter(model, folder)
+    same = all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     grid.close()
+    return merged, same

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine import lora as adapters
 from engine import mesh, weights
-from engine.config import Lora
+from engine.config import Lora, Parallel
 from engine.model import Decoder
 from tests.engine.net import nets, ranks
 from tests.engine.net.test_weights import exported, llama, tensors
@@ -129,9 +129,18 @@ def test_dropout_depends_on_the_step_and_is_off_in_evaluation() -> None:
     assert model.loss(batch).loss_sum.item() == model.loss(later).loss_sum.item()
 
 
-def test_two_ranks_write_the_adapter_of_one(world2: World, tmp_path: Path) -> None:
-    adapters.save_adapter(nets.adapted(nets.decoder(nets.shape())), nets.LORA, tmp_path / "one", base_name="base")
-    world2.run(ranks.adapter_saved, tmp_path / "two")
-    one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
+@pytest.mark.parametrize("parallel", [Parallel(tensor=2, sequence=True), Parallel(pipeline=2)], ids=str)
+def test_two_ranks_write_the_adapter_and_the_merged_model_of_one(
+    world2: World, tmp_path: Path, parallel: Parallel
+) -> None:
+    llama(tmp_path / "base")
+    one = nets.adapted(nets.loaded(tmp_path / "base"))
+    adapters.save_adapter(one, nets.LORA, tmp_path / "one", base_name="base")
+    expected = dict(adapters.merged_state(one, tmp_path / "base"))
+    for merged, is_loaded_again in world2.run(ranks.adapter_saved, tmp_path / "two", tmp_path / "base", parallel):
+        assert is_loaded_again
+        assert list(merged) == list(expected)
+        assert all(torch.equal(merged[name], expected[name]) for name in expected)
+    first, second = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine import mesh, weights
+from engine import gather, mesh, weights
 from engine.config import Parallel
 from engine.model import Decoder
 from engine.placement import placement_of
@@ -73,7 +73,7 @@ def test_gradients_of_replicated_parameters_are_bitwise_equal_on_all_ranks(world
 def weights_in_whole() -> dict[str, torch.Tensor]:
     grid = nets.grid(sequence=False)
     model = nets.decoder(nets.shape(vocab_size=97), grid=grid)
-    whole = {name: weights.whole(p, p, model.axis) for name, p in model.named_parameters() if p.dim() == 2}
+    whole = {name: gather.whole(p, p, model.axis) for name, p in model.named_parameters() if p.dim() == 2}
     grid.close()
     return whole
 

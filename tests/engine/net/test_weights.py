@@ -180,7 +180,11 @@ def test_the_index_is_the_authority(tmp_path: Path) -> None:
             nets.loaded(tmp_path / "pieces")
 
 
-@pytest.mark.parametrize("parallel", [Parallel(tensor=2), Parallel(data=2)], ids=["tensor 2", "data 2"])
+@pytest.mark.parametrize(
+    "parallel",
+    [Parallel(tensor=2), Parallel(data=2), Parallel(pipeline=2)],
+    ids=["tensor 2", "data 2", "pipeline 2"],
+)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_two_ranks_give_back_the_same_bits_at_the_true_size(
     world2: World, tied: bool, parallel: Parallel, tmp_path: Path

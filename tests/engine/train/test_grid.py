@@ -173,6 +173,9 @@ TELLING = [
     Layout(2, "text", {"context": 2}),
     Layout(4, "packed answers", {"context": 2, "data": 2}, "full", micro_batch=2),
     Layout(4, "untied", {"context": 2, "tensor": 2, "sequence": True}, "selective"),
+    Layout(2, "packed answers", {"pipeline": 2, "virtual": 2}, "full"),
+    Layout(4, "text", {"pipeline": 2, "tensor": 2, "sequence": True}, "selective", micro_batch=2),
+    Layout(4, "untied", {"pipeline": 2, "virtual": 2, "context": 2}),
 ]
 """Each axis, and the products that have met trouble elsewhere."""
 

@@ -26,6 +26,7 @@ LAYOUTS = {
     "tensor-sequence": {"tensor": 2, "sequence": True},
     "context": {"context": 2},
     "data": {"data": 2},
+    "pipeline": {"pipeline": 2},
 }
 
 
@@ -143,21 +144,21 @@ class Exploding(torch.autograd.Function):
 
 
 def explode_at_the_byte(run_dir, run):
-    loss = Decoder.loss
+    run_stage = Decoder.run
 
-    def exploding(decoder, batch):
-        parts = loss(decoder, batch)
-        bad = (batch.tokens_BT == ord(BYTE)).any() and torch.is_grad_enabled()
+    def exploding(decoder, chunk, batch, hidden=None):
+        parts = run_stage(decoder, chunk, batch, hidden)
+        bad = (batch.tokens_BT == ord(BYTE)).any() and torch.is_grad_enabled() and decoder.stages[chunk].last
         return type(parts)(Exploding.apply(parts.loss_sum), parts.label_count, parts.correct) if bad else parts
 
-    Decoder.loss = exploding
+    Decoder.run = exploding
     try:
         return tried(run_dir, run)
     finally:
-        Decoder.loss = loss
+        Decoder.run = run_stage
 
 
-@pytest.mark.parametrize("layout", ["one", "data"])
+@pytest.mark.parametrize("layout", ["one", "data", "pipeline"])
 def test_a_gradient_that_is_not_finite_is_traced_as_a_loss_is(world2, tmp_path, base, layout):
     run = config(parallel=LAYOUTS[layout]).model_copy(update={"model": runs.config().model, "base": None})
     ready(tmp_path / "run", base, run)

@@ -21,6 +21,7 @@ LAYOUTS = {
     "tensor-sequence": {"tensor": 2, "sequence": True},
     "data": {"data": 2},
     "data-not-sharded": {"data": 2, "shard_optimizer": False},
+    "pipeline": {"pipeline": 2},
 }
 
 
@@ -51,6 +52,38 @@ def test_two_ranks_give_the_losses_of_one(world2, tmp_path, parallel, data):
     two = together(world2, tmp_path, "two", runs.config(**data, parallel=parallel))
     assert len(one) == 10
     assert two == pytest.approx(one, rel=2e-6)
+
+
+def what_is_said(run_dir, run):
+    """What rank 0 says of the model and of its validation."""
+    events = runs.events_of(run_dir, run)
+    (started,) = [event for event in events if event.type == "started"]
+    return started.parameters, started.trainable_parameters, [e for e in events if e.type == "evaluated"]
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+def test_a_pipeline_says_of_the_model_what_one_rank_says_and_exports_it(world2, tmp_path, adapted):
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "base").mkdir()
+    runs.events_of(tmp_path / "base", runs.config(training={"steps": 1}))
+    base = {"model": None, "base": str(tmp_path / "base" / "export" / "model"), "tokenizer": {"type": "base"}}
+    changes = {"data": {"validation": 0.1}, "training": {"steps": 3}} | base
+    if adapted:
+        changes |= {"lora": {"rank": 4}}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        runs.write(tmp_path / name, runs.config(**changes))
+    *counts, (one,) = what_is_said(tmp_path / "one", runs.config(**changes))
+    said = world2.run(what_is_said, tmp_path / "two", runs.config(**changes, parallel={"pipeline": 2}))
+    for *staged, (two,) in said:
+        assert staged == counts
+        assert (two.loss, two.tokens) == (pytest.approx(one.loss, rel=2e-6), one.tokens)
+        assert two.token_accuracy == one.token_accuracy
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "export" / "model") for name in ("one", "two")]
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(models[1](ids).logits, models[0](ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_the_loss_is_the_same_however_a_batch_is_cut(tmp_path):
@@ -144,7 +177,7 @@ def test_steps_before_and_after_a_save_are_bitwise_those_of_an_unbroken_run(tmp_
         assert (folder / name).read_bytes() == straight.read_bytes()
 
 
-@pytest.mark.parametrize("saved", ["tensor-sequence", "data"])
+@pytest.mark.parametrize("saved", ["tensor-sequence", "data", "pipeline"])
 def test_another_layout_goes_on_from_a_checkpoint(world2, tmp_path, saved):
     straight = alone(tmp_path, "straight", runs.config())
     (tmp_path / "begun").mkdir()
@@ -153,7 +186,7 @@ def test_another_layout_goes_on_from_a_checkpoint(world2, tmp_path, saved):
     world2.run(on_ranks, tmp_path / "begun", begun)
     resume = tmp_path / "begun" / "checkpoints" / "step-00000005"
     assert alone(tmp_path, "one", runs.config(resume=resume)) == pytest.approx(straight[5:], rel=5e-6)
-    for name in ("tensor", "data-not-sharded"):
+    for name in ("tensor", "data-not-sharded", "pipeline"):
         run = runs.config(resume=resume, parallel=LAYOUTS[name])
         assert together(world2, tmp_path, name, run) == pytest.approx(straight[5:], rel=5e-6)
 
@@ -333,6 +366,6 @@ def test_what_goes_wrong_in_a_step_has_its_code(tmp_path, monkeypatch, signals, 
         raise error
 
     runs.write(tmp_path, runs.config(training={"checkpoint_every": 1}))
-    monkeypatch.setattr(*((tensorfile, "write") if code == "disk_full" else (Decoder, "loss")), fails)
+    monkeypatch.setattr(*((tensorfile, "write") if code == "disk_full" else (Decoder, "run")), fails)
     assert failed(tmp_path).code == code
     assert list((tmp_path / "checkpoints").glob("*") if code == "disk_full" else []) == []

@@ -1,0 +1,109 @@
+"""A step's micro-batches forward and backward through this rank's stages, in turns with the pipeline's other ranks.
+
+One rank alone is a pipeline of one: then the turns are forward, backward, micro-batch after micro-batch.
+
+B rows, S tokens of this rank, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from engine.batch import Batch
+from engine.channel import Channel, Message
+from engine.loss import LossParts
+from engine.model import Decoder
+from engine.plan.turns import Turn, room, turns, visits
+
+
+class Passes:
+    """Runs a decoder whose stages are spread over the pipeline axis."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        """Every rank of the mesh calls this together, and likewise the methods, with as many micro-batches."""
+        self.decoder = decoder
+        mesh = decoder.mesh
+        self.ranks, self.rank, self.chunks = mesh.size("pipeline"), mesh.rank("pipeline"), len(decoder.stages)
+        self.forward, self.backward = Channel(mesh, forward=True), Channel(mesh, forward=False)
+        self.whereabouts = mesh.stopwatch.whereabouts
+
+    def train(self, batches: Sequence[Batch], *, labels: int) -> Tensor:
+        """Leave the gradients of the mean loss over the `labels` of the global batch.
+
+        Returns the loss summed over this replica's labels, an fp64 scalar: the same on every tensor rank of the last
+        stage, and 0 elsewhere.
+        """
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.decoder.device)
+        if not batches:
+            return loss_sum
+        pipeline = {"ranks": self.ranks, "chunks": self.chunks, "micro_batches": len(batches)}
+        behind = room(**pipeline)
+        # Of what was sent on, only its place in the graph is kept: its memory is free once it is sent (Korthikanti et
+        # al. 2022, appendix B).
+        waiting: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
+        for turn, arrived in self._taken(turns(rank=self.rank, **pipeline), batches):
+            if not turn.forward:
+                received, sent = waiting.pop((turn.chunk, turn.micro))
+                # Under LoRA nothing may learn in a stage.
+                if sent is not None:
+                    torch.autograd.backward(sent, arrived)
+                if received is not None:
+                    assert received.grad is not None
+                    self.backward.send(received.grad, room=behind)
+                continue
+            received = None if arrived is None else arrived.requires_grad_()
+            output = self.decoder.run(turn.chunk, batches[turn.micro], received)
+            if isinstance(output, LossParts):
+                loss_sum += output.loss_sum.detach()
+                # The mean over all labels of the step, wherever they are: never a mean of means.
+                output = output.loss_sum / max(1, labels)
+            else:
+                self.forward.send(output.detach(), room=behind)
+            waiting[turn.chunk, turn.micro] = received, get_gradient_edge(output) if output.requires_grad else None
+            del arrived, received, output
+        self.forward.finish()
+        self.backward.finish()
+        return loss_sum
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """Losses, labels, and labels that were foreseen, summed over all batches, in fp64; 0 where `train` has 0."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self.decoder.device)
+        batches = iter(batches)
+        while group := list(islice(batches, self.ranks)):
+            order = [
+                Turn(True, chunk, micro)
+                for chunk, micro in visits(ranks=self.ranks, chunks=self.chunks, micro_batches=len(group))
+            ]
+            for turn, arrived in self._taken(order, group):
+                output = self.decoder.run(turn.chunk, group[turn.micro], arrived)
+                if not isinstance(output, LossParts):
+                    self.forward.send(output, room=2)
+                else:
+                    parts = (output.loss_sum, output.label_count, output.correct)
+                    sums += torch.stack([part.double() for part in parts])
+        self.forward.finish()
+        return sums
+
+    def _taken(self, order: Sequence[Turn], batches: Sequence[Batch]) -> Iterator[tuple[Turn, Tensor | None]]:
+        """Each turn with what it needs from a neighbour, which travels during the turn before."""
+        expected = self._expect(order[0], batches)
+        for number, turn in enumerate(order):
+            arriving, expected = expected, None
+            if number + 1 < len(order):
+                expected = self._expect(order[number + 1], batches)
+            self.whereabouts.go_on()
+            yield turn, None if arriving is None else arriving.wait()
+
+    def _expect(self, turn: Turn, batches: Sequence[Batch]) -> Message | None:
+        """Begin to receive what a turn needs; None where it needs nothing."""
+        stage = self.decoder.stages[turn.chunk]
+        if stage.first if turn.forward else stage.last:
+            return None
+        channel = self.forward if turn.forward else self.backward
+        return channel.receive(self.decoder.hidden_size(batches[turn.micro]), self.decoder.dtype)
