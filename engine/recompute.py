@@ -82,13 +82,15 @@ class Kept:
         nothing = torch.empty(0, requires_grad=True)
         # None of them needs a gradient here, and a node without a way on holds no other part of the graph.
         detached = (x.detach() for x in tensors)
-        self._node: Any = cast(Tensor, _Keep.apply(nothing, *detached)).grad_fn  # type: ignore[no-untyped-call]
+        # torch 2.11 frees what a node has saved together with the last tensor that came from it.
+        self._end = cast(Tensor, _Keep.apply(nothing, *detached))  # type: ignore[no-untyped-call]
         self._learns = [x.requires_grad for x in tensors]
 
     @property
     def tensors(self) -> list[Tensor]:
         """As they were, apart from the graph."""
-        saved = self._node.saved_tensors
+        node: Any = self._end.grad_fn
+        saved = node.saved_tensors
         return [x.detach().requires_grad_(learns) for x, learns in zip(saved, self._learns, strict=True)]
 
 
