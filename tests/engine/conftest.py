@@ -30,3 +30,11 @@ def world4() -> Iterator[World]:
     world = World(4)
     yield world
     world.close()
+
+
+@pytest.fixture(scope="session")
+def world8() -> Iterator[World]:
+    """Eight ranks."""
+    world = World(8)
+    yield world
+    world.close()
