@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from engine import launch, lora, weights
 from engine.batch import Batch
-from engine.config import ModelShape, RunConfig
+from engine.config import ModelShape, Operation, RunConfig
 from engine.mesh import Mesh, build
 from engine.meter import SHARED, Meter
 from engine.model import Decoder
 from engine.plan import budget
-from engine.plan.recompute import OPERATIONS, Setting, cost
+from engine.plan.recompute import OPERATIONS, Setting, Worth, cost, worth
 from engine.standing import RENDEZVOUS, standing
 from engine.trainer import DTYPES
 
@@ -53,6 +53,8 @@ class Report:
     layers: list[Measured]
     elsewhere: int
     """Bytes kept before, between and behind the layers, or by several of them."""
+    worth: dict[Operation, Worth]
+    """Of each operation, for a layer that keeps everything else."""
 
 
 def main(run_file: Path, *, as_json: bool) -> int:
@@ -97,7 +99,7 @@ def measured(run: RunConfig, shape: ModelShape, mesh: Mesh) -> Report:
         predicted = cost(replace(setting, reached=reached), operations).saved
         layers.append(Measured(int(name), meter.bytes[name], predicted))
     named = [operation for operation in OPERATIONS if operation in operations]
-    return Report(mesh.world_rank, list(named), layers, meter.bytes[SHARED])
+    return Report(mesh.world_rank, list(named), layers, meter.bytes[SHARED], worth(setting))
 
 
 def _batch(run: RunConfig, shape: ModelShape, device: torch.device) -> Batch:
@@ -114,7 +116,7 @@ def _batch(run: RunConfig, shape: ModelShape, device: torch.device) -> Batch:
 
 
 def table(reports: list[Report]) -> str:
-    """A line for each layer of each rank."""
+    """A line for each layer of each rank, and what each operation would bring in a layer."""
     lines = [f"{'rank':>4} {'layer':>5} {'measured':>15} {'predicted':>15} {'difference':>12}"]
     for report in reports:
         lines += [
@@ -123,6 +125,9 @@ def table(reports: list[Report]) -> str:
         ]
         lines.append(f"{report.rank:>4} {'else':>5} {report.elsewhere:>15,}")
         lines.append(f"rank {report.rank} replays {', '.join(report.operations) or 'nothing'}")
+    # Ranks hold equal shares of a layer.
+    lines.append(f"{'a layer would':<16} {'free bytes':>15} {'add FLOPs':>20}")
+    lines += [f"{name:<16} {each.freed:>15,} {each.flops:>20,}" for name, each in reports[0].worth.items()]
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from itertools import combinations
 
 from engine.config import ModelShape, Operation, Parallel, Recompute, RunConfig
-from engine.plan.recompute import OPERATIONS, Setting, cost, layer_of
+from engine.plan.recompute import OPERATIONS, Layer, Setting, cost
 from engine.plan.stages import chunks, stages
 from engine.plan.turns import most_in_flight, turns
 
@@ -65,7 +65,7 @@ def cheapest(setting: Setting, *, layers: int, budget: int) -> frozenset[Operati
 
 def choices(setting: Setting) -> Iterator[frozenset[Operation]]:
     """Every set of operations that this layer has, and the whole layer."""
-    has = {recipe.operation for recipe in layer_of(setting).recipes.values()} | {"attention_core"}
+    has = {recipe.operation for recipe in Layer(setting).recipes.values()} | {"attention_core"}
     operations = [operation for operation in OPERATIONS if operation in has]
     for size in range(len(operations) + 1):
         yield from map(frozenset, combinations(operations, size))

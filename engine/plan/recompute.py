@@ -89,25 +89,6 @@ class Recipe:
     """FLOPs of everything else, about."""
 
 
-@dataclass
-class Layer:
-    """A layer's backward pass: what it reads, how large that is, and which of it can be made again."""
-
-    sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes of each tensor."""
-    recipes: dict[str, Recipe] = field(default_factory=dict)
-    made_by: dict[str, str] = field(default_factory=dict)
-    """Tensor to recipe."""
-    read: list[str] = field(default_factory=list)
-    """Tensors that backward reads, whatever is replayed."""
-    core_reads: list[str] = field(default_factory=list)
-    """Tensors that the attention core's backward reads besides, unless the core is replayed from `core_inputs`."""
-    core_inputs: tuple[str, ...] = ()
-    core_products: int = 0
-    products: int = 0
-    """FLOPs of the whole layer's matrix products, forward."""
-
-
 @dataclass(frozen=True)
 class Cost:
     """Of one layer and one micro-batch, on one rank."""
@@ -126,13 +107,13 @@ class Cost:
 
 def cost(setting: Setting, operations: Collection[Operation]) -> Cost:
     """What a layer keeps and repeats where `operations` are replayed."""
-    layer = layer_of(setting)
+    layer = Layer(setting)
     if "layer" in operations:
         elementwise = sum(recipe.elementwise for recipe in layer.recipes.values())
         return Cost(layer.sizes["x"], layer.products, elementwise)
     reads = list(layer.read)
     core = "attention_core" in operations
-    reads += layer.core_inputs if core else layer.core_reads
+    reads += layer.core_inputs if core else layer.core_read
     kept: set[str] = set()
     replayed: dict[str, Recipe] = {}
     while reads:
@@ -190,122 +171,155 @@ def hardware_flops(
     for some, layers in Counter(map(frozenset, replayed)).items():
         total += layers * cost(setting, some).products
         if equation_8 and "attention_core" in some:
-            total += layers * 2 * layer_of(setting).core_products
+            total += layers * 2 * Layer(setting).core_products
     return total
 
 
-def layer_of(setting: Setting) -> Layer:
-    """The layer that the engine runs, tensor by tensor."""
-    shape, element = setting.shape, setting.element
-    t, lora = setting.parallel.tensor, setting.lora
-    tokens, own = setting.tokens, setting.own_tokens
-    width, inner = shape.hidden_size, shape.ffn_hidden_size // t
-    queries = shape.num_heads * shape.head_dim // t
-    keys = keys_per_rank(shape, tensor=t)
-    family = shape.family
-    adapted = frozenset(lora.targets_in(shape)) if lora is not None else frozenset()
-    layer = Layer()
+class Layer:
+    """A layer's backward pass: what it reads, how large that is, and which of it can be made again."""
 
-    def tensor(name: str, size: int, by: str | None = None) -> None:
-        layer.sizes[name] = size
-        if by is not None:
-            layer.made_by[name] = by
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.shape, self.element = setting, setting.shape, setting.element
+        self.lora, self.ranks = setting.lora, setting.parallel.tensor
+        self.adapted = frozenset(self.lora.targets_in(self.shape)) if self.lora is not None else frozenset()
+        self.sizes: dict[str, int] = {}
+        """Bytes of each tensor."""
+        self.made_by: dict[str, str] = {}
+        """Tensor to the recipe that can make it."""
+        self.recipes: dict[str, Recipe] = {}
+        self.read: list[str] = []
+        """Tensors that backward reads, whatever is replayed."""
+        self.core_read: list[str] = []
+        """Tensors that the attention core's backward reads besides, unless the core is replayed from `core_inputs`."""
+        self.core_inputs = ("q", "k", "v")
+        self.core_products = 0
+        self.products = 0
+        """FLOPs of the whole layer's matrix products, forward."""
+        self._between("x")
+        self._feed_forward(self._attention(setting.reached))
 
-    def norm(name: str, of: str, *, reached: bool) -> None:
-        tensor(f"{name}.statistics", (2 if family.norm == "layer" else 1) * FP32 * own)
-        layer.recipes[name] = Recipe("norm", (of,), 0, NORM * own * width)
-        tensor(name, element * own * width, name)
-        if reached:
-            layer.read += [of, f"{name}.statistics"]
+    def _attention(self, reached: bool) -> bool:
+        """From `x` to `x2`; whether these need a gradient, given that of the first."""
+        shape, tokens = self.shape, self.setting.tokens
+        self._norm("norm1", "x", reached)
+        width, queries = shape.hidden_size, shape.num_heads * shape.head_dim // self.ranks
+        outputs = {name: keys_per_rank(shape, tensor=self.ranks) for name in ("q", "k", "v")} | {"q": queries}
+        products = self._matrices("norm1", {name: (width, size) for name, size in outputs.items()}, whole=tokens)
+        self.recipes["qkv"] = Recipe("qkv", ("norm1",), products)
+        for name, size in outputs.items():
+            by = "qkv"
+            if shape.qk_norm and name != "v":
+                by = self._head_norm(name, size, reached or name in self.adapted)
+            self._tensor(name, self.element * tokens * size, by)
+        self._tensor("mixed", self.element * tokens * queries)
+        self.core_products = 2 * MULTIPLY_ADD * self.setting.pairs * queries
+        self.products += self.core_products
+        if reached := reached or not self.adapted.isdisjoint(outputs):
+            self._core()
+        self._matrices("mixed", {"o": (queries, width)}, whole=self.setting.own_tokens)
+        reached = reached or "o" in self.adapted
+        self._branch_mask("mixed", reached)
+        self._between("x2")
+        return reached
 
-    def mask(name: str, elements: int) -> str:
-        """The name of a mask of a byte each."""
-        layer.recipes[f"{name}.mask"] = Recipe("dropout", (), 0, MASK * elements)
-        tensor(f"{name}.mask", elements, f"{name}.mask")
-        return f"{name}.mask"
-
-    def product(inputs: int, outputs: int, target: str) -> int:
-        rank = lora.rank if lora is not None and target in adapted else 0
-        return MULTIPLY_ADD * tokens * (inputs * outputs + rank * (inputs + outputs))
-
-    def matrices(of: str, size: int, outputs: Mapping[str, tuple[int, int]], inner_tokens: int) -> int:
-        """Note what matrices of one input read; FLOPs of their products."""
-        for target in outputs:
-            if lora is None:
-                layer.read.append(of)
-            elif target in adapted:
-                read = of
-                if lora.dropout:
-                    read = f"{target}.dropped"
-                    layer.recipes[read] = Recipe("dropout", (of,), 0, MASK * size // element)
-                    tensor(read, size, read)
-                # What travels between A and B.
-                tensor(f"{target}.adapter", element * inner_tokens * lora.rank)
-                layer.read += [read, f"{target}.adapter"]
-        flops = sum(product(inputs, size, target) for target, (inputs, size) in outputs.items())
-        layer.products += flops
-        return flops
-
-    tensor("x", element * own * width)
-    norm("norm1", "x", reached=setting.reached)
-
-    sizes = {"q": (width, queries), "k": (width, keys), "v": (width, keys)}
-    flops = matrices("norm1", element * own * width, sizes, tokens)
-    layer.recipes["qkv"] = Recipe("qkv", ("norm1",), flops)
-    for name, elements in (("q", queries), ("k", keys)):
-        source = "qkv"
-        if shape.qk_norm:
-            # Heads as they were before, and one statistic for each.
-            tensor(f"{name}.raw", element * tokens * elements, "qkv")
-            tensor(f"{name}.scale", FP32 * tokens * elements // shape.head_dim)
-            if setting.reached or name in adapted:
-                layer.read += [f"{name}.raw", f"{name}.scale"]
-            layer.recipes[source := name] = Recipe("qkv", (f"{name}.raw",), 0, NORM * tokens * elements)
-        tensor(name, element * tokens * elements, source)
-    tensor("v", element * tokens * keys, "qkv")
-
-    tensor("mixed", element * tokens * queries)
-    layer.core_inputs = ("q", "k", "v")
-    if reached := setting.reached or bool(adapted & {"q", "k", "v"}):
-        if shape.attention_dropout:
-            # Copies of queries, keys and values as the products read them (of one row's, the tensors themselves), the
-            # probabilities, and what dropout leaves of them: 5 bytes a score (Korthikanti et al. 2022, section 4.1).
-            scores = setting.scores * shape.num_heads // t
-            tensor("q.scaled", layer.sizes["q"])
-            tensor("chances", element * scores)
-            layer.recipes["dropped"] = Recipe("dropout", ("chances",), 0, MASK * scores)
-            tensor("dropped", element * scores, "dropped")
-            layer.core_reads = ["q.scaled", "chances", "dropped", mask("chances", scores)]
-            for name in ("k", "v"):
-                tensor(f"{name}.read", layer.sizes[name], layer.made_by[name] if setting.micro_batch == 1 else None)
-                layer.core_reads.append(f"{name}.read")
-        else:
+    def _core(self) -> None:
+        heads = self.shape.num_heads // self.ranks
+        if not self.shape.attention_dropout:
             # The logarithm of each row's sum, and the output, which the matrix behind it reads too.
-            tensor("core.sums", FP32 * tokens * shape.num_heads // t)
-            layer.core_reads = ["q", "k", "v", "core.sums", "mixed"]
-    layer.core_products = 2 * MULTIPLY_ADD * setting.pairs * queries
-    layer.products += layer.core_products
-    matrices("mixed", element * tokens * queries, {"o": (queries, width)}, own)
+            self._tensor("core.sums", FP32 * self.setting.tokens * heads)
+            self.core_read = [*self.core_inputs, "core.sums", "mixed"]
+            return
+        # The probabilities, their mask and what it leaves of them: 5 bytes a score (Korthikanti et al. 2022, section
+        # 4.1). Products read copies of queries, keys and values; of one row's, keys and values themselves.
+        scores = heads * self.setting.scores
+        self._tensor("chances", self.element * scores)
+        self.recipes["dropped"] = Recipe("dropout", ("chances",), 0, MASK * scores)
+        self._tensor("dropped", self.element * scores, "dropped")
+        self.core_read = ["chances", "dropped", self._mask("chances", scores)]
+        for name in self.core_inputs:
+            is_copy = name == "q" or self.setting.micro_batch > 1
+            self._tensor(f"{name}.read", self.sizes[name], None if is_copy else self.made_by[name])
+            self.core_read.append(f"{name}.read")
 
-    tensor("x2", element * own * width)
-    reached = reached or "o" in adapted
-    drops = shape.hidden_dropout and "branches" in family.drops
-    if drops and reached:
-        layer.read.append(mask("branch1", own * width))
-    norm("norm2", "x2", reached=reached)
-    inward = [name for name in family.matrices if name in ("gate", "up")]
-    flops = matrices("norm2", element * own * width, {name: (width, inner) for name in inward}, tokens)
-    layer.recipes["up"] = Recipe("up_projection", ("norm2",), flops)
-    for name in inward:
-        tensor(name, element * tokens * inner, "up")
-    layer.recipes["activation"] = Recipe("activation", tuple(inward), 0, ACTIVATION * tokens * inner)
-    tensor("active", element * tokens * inner, "activation")
-    if reached := reached or not adapted.isdisjoint(inward):
-        layer.read += inward
-    matrices("active", element * tokens * inner, {"down": (inner, width)}, own)
-    if drops and (reached or "down" in adapted):
-        layer.read.append(mask("branch2", own * width))
-    return layer
+    def _feed_forward(self, reached: bool) -> None:
+        """From `x2` on."""
+        tokens, width = self.setting.tokens, self.shape.hidden_size
+        inner = self.shape.ffn_hidden_size // self.ranks
+        self._norm("norm2", "x2", reached)
+        inward = tuple(name for name in self.shape.family.matrices if name in ("gate", "up"))
+        products = self._matrices("norm2", dict.fromkeys(inward, (width, inner)), whole=tokens)
+        self.recipes["up"] = Recipe("up_projection", ("norm2",), products)
+        for name in inward:
+            self._tensor(name, self.element * tokens * inner, "up")
+        self.recipes["active"] = Recipe("activation", inward, 0, ACTIVATION * tokens * inner)
+        self._tensor("active", self.element * tokens * inner, "active")
+        if reached := reached or not self.adapted.isdisjoint(inward):
+            self.read += inward
+        self._matrices("active", {"down": (inner, width)}, whole=self.setting.own_tokens)
+        self._branch_mask("inner", reached or "down" in self.adapted)
+
+    def _matrices(self, of: str, outputs: Mapping[str, tuple[int, int]], *, whole: int) -> int:
+        """What matrices of one input read, by name with their inputs and outputs; FLOPs of their products.
+
+        `whole` are the tokens of what travels between an adapter's two.
+        """
+        products = 0
+        for name, (inputs, size) in outputs.items():
+            rank = self.lora.rank if self.lora is not None and name in self.adapted else 0
+            products += MULTIPLY_ADD * self.setting.tokens * (inputs * size + rank * (inputs + size))
+            if self.lora is None:
+                self.read.append(of)
+            if not rank:
+                continue
+            read = of
+            if self.lora is not None and self.lora.dropout:
+                read = f"{name}.dropped"
+                self.recipes[read] = Recipe("dropout", (of,), 0, MASK * self.sizes[of] // self.element)
+                self._tensor(read, self.sizes[of], read)
+            self._tensor(f"{name}.adapter", self.element * whole * rank)
+            self.read += [read, f"{name}.adapter"]
+        self.products += products
+        return products
+
+    def _norm(self, name: str, of: str, reached: bool) -> None:
+        elements = self.setting.own_tokens * self.shape.hidden_size
+        statistics = 2 if self.shape.family.norm == "layer" else 1
+        self._tensor(f"{name}.statistics", FP32 * self.setting.own_tokens * statistics)
+        self.recipes[name] = Recipe("norm", (of,), 0, NORM * elements)
+        self._tensor(name, self.element * elements, name)
+        if reached:
+            self.read += [of, f"{name}.statistics"]
+
+    def _head_norm(self, name: str, size: int, reached: bool) -> str:
+        """Of queries or keys, which are kept as they were before, with one statistic for each head; the recipe."""
+        elements = self.setting.tokens * size
+        self._tensor(f"{name}.raw", self.element * elements, "qkv")
+        self._tensor(f"{name}.statistics", FP32 * elements // self.shape.head_dim)
+        self.recipes[name] = Recipe("qkv", (f"{name}.raw",), 0, NORM * elements)
+        if reached:
+            self.read += [f"{name}.raw", f"{name}.statistics"]
+        return name
+
+    def _branch_mask(self, name: str, reached: bool) -> None:
+        """Of dropout on what is added to the residual, where there is such."""
+        if reached and self.shape.hidden_dropout and "branches" in self.shape.family.drops:
+            self.read.append(self._mask(name, self.setting.own_tokens * self.shape.hidden_size))
+
+    def _mask(self, name: str, elements: int) -> str:
+        """A mask of a byte each, drawn again from nothing; its name."""
+        name = f"{name}.mask"
+        self.recipes[name] = Recipe("dropout", (), 0, MASK * elements)
+        self._tensor(name, elements, name)
+        return name
+
+    def _between(self, name: str) -> None:
+        """A residual."""
+        self._tensor(name, self.element * self.setting.own_tokens * self.shape.hidden_size)
+
+    def _tensor(self, name: str, size: int, by: str | None = None) -> None:
+        self.sizes[name] = size
+        if by is not None:
+            self.made_by[name] = by
 
 
 def keys_per_rank(shape: ModelShape, *, tensor: int) -> int:

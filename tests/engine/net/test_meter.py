@@ -121,21 +121,12 @@ def test_tensor_ranks_share_what_is_inside_the_matrices_and_sequence_parallelism
     assert llama(set(), Parallel(tensor=2)) == norms + (ALL - norms) // 2
 
 
-# The GPT layer of the paper (Korthikanti et al. 2022, table 2), in units of sbh bytes: rows of s tokens, b of them, h
-# features, a heads, 16-bit activations. The last is ours: norm, activation and dropout repeat no product.
-LIGHT: set[Operation] = {"attention_core", "norm", "activation", "dropout"}
-PAPER: list[Any] = [
-    pytest.param(set(), lambda t, sp, scores: (34 + scores) / t if sp else 10 + (24 + scores) / t, 2, id="none"),
-    pytest.param({"attention_core"}, lambda t, sp, scores: 34 / t if sp else 10 + 24 / t, 2, id="selective"),
-    pytest.param({"layer"}, lambda t, sp, scores: 2 / t if sp else 2, 0, id="full"),
-    pytest.param(LIGHT, lambda t, sp, scores: 20 / t if sp else 4 + 16 / t, 2, id="all that repeat no product"),
-]
 S, B, H, A = 128, 2, 64, 4
-"""5as/h is 40: more than all else."""
+"""Tokens of a row, rows, features and heads of a GPT layer, as the papers call them."""
 
 
 def gpt_layer(parallel: Parallel, operations: set[Operation]) -> int:
-    grid = mesh.build(parallel) if parallel.ranks > 1 else mesh.alone(nets.CPU)
+    grid = mesh.build(parallel)
     shape = nets.shape(
         architecture="gpt2", hidden_size=H, num_heads=A, num_kv_heads=A, head_dim=H // A, ffn_hidden_size=4 * H,
         max_seq_len=S, hidden_dropout=0.1, attention_dropout=0.1,
@@ -147,21 +138,28 @@ def gpt_layer(parallel: Parallel, operations: set[Operation]) -> int:
     return meter.bytes["1"]
 
 
-@pytest.mark.parametrize(("operations", "formula", "norms"), PAPER)
-def test_a_gpt_layer_keeps_what_the_paper_says(operations: set[Operation], formula: Any, norms: int) -> None:
-    # Besides, of each norm, a mean and a deviation for every token, in four bytes.
-    expected = S * B * H * formula(1, False, 5 * A * S / H) + norms * 2 * 4 * S * B
-    assert gpt_layer(Parallel(), operations) == expected
+# Korthikanti et al. 2022, equations 1, 2 and 4 and section 5, in units of sbh; of each of so many norms, mean and
+# deviation besides. The last row is ours: what is left where all that repeats no product is replayed with the core.
+BYTES: list[Any] = [
+    pytest.param(set(), lambda t, scores: (34 + scores) / t, lambda t, scores: 10 + (24 + scores) / t, 2, id="none"),
+    pytest.param({"attention_core"}, lambda t, _: 34 / t, lambda t, _: 10 + 24 / t, 2, id="selective"),
+    pytest.param({"layer"}, lambda t, _: 2 / t, lambda t, _: 2, 0, id="full"),
+    pytest.param(
+        {"attention_core", "norm", "activation", "dropout"}, lambda t, _: 20 / t, lambda t, _: 4 + 16 / t, 2, id="ours"
+    ),
+]
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "tensor and sequence"])
-@pytest.mark.parametrize(("operations", "formula", "norms"), PAPER)
-def test_a_gpt_layer_of_two_ranks_keeps_what_the_paper_says(
-    world2: World, operations: set[Operation], formula: Any, norms: int, sequence: bool
+@pytest.mark.parametrize(("operations", "shared", "whole", "norms"), BYTES)
+def test_a_gpt_layer_keeps_what_the_papers_say(
+    world2: World, operations: set[Operation], shared: Any, whole: Any, norms: int
 ) -> None:
-    tokens = S * B // 2 if sequence else S * B
-    expected = S * B * H * formula(2, sequence, 5 * A * S / H) + norms * 2 * 4 * tokens
-    assert world2.run(gpt_layer, Parallel(tensor=2, sequence=sequence), operations) == [expected, expected]
+    unit, scores, statistics = S * B * H, 5 * A * S / H, norms * 2 * 4 * S * B
+    assert gpt_layer(Parallel(), operations) == unit * shared(1, scores) + statistics
+    tensor = world2.run(gpt_layer, Parallel(tensor=2), operations)
+    assert tensor == [unit * whole(2, scores) + statistics] * 2
+    sequence = world2.run(gpt_layer, Parallel(tensor=2, sequence=True), operations)
+    assert sequence == [unit * shared(2, scores) + statistics / 2] * 2
 
 
 def test_the_meter_counts_a_storage_once_and_tells_its_part_from_what_parts_share() -> None:

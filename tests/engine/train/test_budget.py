@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine.config import ModelShape, Operation, Parallel, Recompute
@@ -81,6 +83,20 @@ def test_each_stage_of_a_run_replays_what_fits_it() -> None:
     assert second == set()
     assert first
     assert budget.replayed_by_layer(tight, shape) == [first, first, second, second]
+
+
+def test_a_run_under_a_budget_has_the_losses_of_one_that_keeps_everything(tmp_path: Path) -> None:
+    run = runs.config(training={"steps": 2})
+    shape = run.model
+    assert shape is not None
+    setting = Setting.of(run, shape)
+    tight = {"mode": "budget", "budget_gib": budget.activations(setting, {"norm", "up_projection"}, layers=2) / GIB}
+    budgeted = runs.config(training={"steps": 2}, recompute=tight)
+    assert budget.replayed(budgeted, shape) > {"norm"}
+    (tmp_path / "all").mkdir()
+    (tmp_path / "tight").mkdir()
+    kept = runs.events_of(tmp_path / "all", runs.config(training={"steps": 2}, recompute={"mode": "none"}))
+    assert runs.losses(runs.events_of(tmp_path / "tight", budgeted)) == runs.losses(kept)
 
 
 @pytest.mark.parametrize(
