@@ -89,8 +89,14 @@ def measured(run: RunConfig, shape: ModelShape, mesh: Mesh) -> Report:
     decoder = Decoder(shape, mesh, recompute=operations, dtype=DTYPES[run.training.precision])
     if run.lora is not None:
         lora.adapt(decoder, run.lora, seed=run.training.seed)
+    batch = _batch(run, shape, mesh.device)
     with Meter(decoder.parameters(), dict(decoder.model.layers.items())) as meter:
-        decoder.train().loss(_batch(run, shape, mesh.device))
+        for chunk, stage in enumerate(decoder.train().stages):
+            # What a stage reads of the one before is made up, and needs a gradient as that does.
+            before = torch.zeros(
+                decoder.hidden_size(batch), dtype=decoder.dtype, device=mesh.device, requires_grad=True
+            )
+            decoder.run(chunk, batch, None if stage.first else before)
     setting = Setting.of(run, shape)
     layers = []
     for name in decoder.model.layers:

@@ -33,7 +33,7 @@ class Meter:
         self._saved: dict[int, Tensor] = {}
         """By address of the storage."""
         self._savers: dict[int, set[str]] = {}
-        self._shared: set[int] = set()
+        self._shared: dict[int, Tensor] = {}
         self._inside = [SHARED]
         self._hooks = saved_tensors_hooks(self._count, lambda tensor: tensor)
         self._handles: list[RemovableHandle] = []
@@ -43,7 +43,7 @@ class Meter:
 
             def enter(_: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
                 self._inside.append(name)
-                self._shared |= {_address(x) for given in inputs if is_dataclass(given) for x in _tensors(given)}
+                self._shared |= {_address(x): x for given in inputs if is_dataclass(given) for x in _tensors(given)}
 
             def leave(*_: Any) -> None:
                 self._inside.pop()

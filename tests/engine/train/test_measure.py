@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from engine import measure
 from engine.plan.recompute import Setting, cost
 from tests.engine.train import runs
+from tests.worlds import World
 
 OPERATIONS = ["norm", "activation", "qkv"]
 DEADLINE = 120.0
@@ -45,6 +47,18 @@ def test_measuring_starts_the_ranks_and_tells_of_each_layer_what_it_keeps_and_sh
         # Two outputs of 16 tokens a rank and 32 features, for two rows, in two bytes; no product.
         assert report["worth"]["norm"] == {"freed": 2 * 16 * 32 * 2 * 2, "flops": 0}
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_each_stage_of_a_pipeline_is_measured(world2: World, tmp_path: Path) -> None:
+    run = runs.config(
+        model=runs.SHAPE | {"num_layers": 4},
+        parallel={"pipeline": 2, "virtual": 2, "stages": [1, 1, 1, 1]},
+        recompute={"mode": "selective", "operations": OPERATIONS},
+    )
+    for first, second in world2.run(measure.measure, run, tmp_path):
+        assert [row.layer for row in first.layers] == [0, 2]
+        assert [row.layer for row in second.layers] == [1, 3]
+        assert not any(row.difference for row in first.layers + second.layers)
 
 
 @pytest.mark.slow
