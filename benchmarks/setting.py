@@ -72,7 +72,8 @@ def lay_out(folder: Path, size: Size, *, steps: int, recompute: str = "none") ->
             "recompute": {"mode": recompute},
         }
     )  # fmt: skip
-    (folder / "run.json").write_text(run.model_dump_json())
+    # What is not set is left to the reader: another checkout may not know all that there is.
+    (folder / "run.json").write_text(run.model_dump_json(exclude_unset=True))
     return run
 
 

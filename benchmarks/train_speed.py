@@ -70,6 +70,7 @@ def measure(
         def enter(label: str, module: str, run_dir: Path, env: dict[str, str], root: Path) -> None:
             contestant = Contestant(
                 label, [sys.executable, "-m", module, str(run_dir)],
+                root=root,
                 environment=env | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(root)},
                 log=folder / f"{len(contestants)}.log", patience=PATIENCE,
             )  # fmt: skip

@@ -69,15 +69,25 @@ class Contestant:
     """The other side: one program, its process, and the turns that it had."""
 
     def __init__(
-        self, name: str, command: Sequence[str], *, environment: Mapping[str, str], log: Path, patience: float
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        root: Path,
+        environment: Mapping[str, str],
+        log: Path,
+        patience: float,
     ) -> None:
-        """Start `command`; what it prints goes to `log`. It may be silent for `patience` seconds in a turn."""
+        """Start `command` in `root`, where Python looks for modules first; what it prints goes to `log`.
+
+        It may be silent for `patience` seconds in a turn.
+        """
         self.name, self.log, self.patience = name, log, patience
         self.turns: list[Turn] = []
         self._started = time.perf_counter()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output
+                command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output
             )
         self._heard = b""
 

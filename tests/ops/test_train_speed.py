@@ -41,8 +41,18 @@ def test_a_round_is_compared_with_itself_and_the_first_is_only_a_start() -> None
     assert summed.first_step_seconds == 2 + 9
 
 
+def test_another_checkouts_engine_is_the_one_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text("import sys; sys.exit('this is another engine')")
+    command = [sys.executable, "-m", "engine"]
+    other = Contestant(str(tmp_path), command, root=tmp_path, environment={}, log=tmp_path / "log", patience=30)
+    with other, pytest.raises(GivenUp, match="this is another engine"):
+        other.wait_until_ready()
+
+
 def test_a_contestant_that_falls_is_named_with_what_it_wrote(tmp_path: Path) -> None:
     program = "import sys; sys.exit('no such model')"
-    fallen = Contestant("peer", [sys.executable, "-c", program], environment={}, log=tmp_path / "log", patience=30)
+    fallen = Contestant(
+        "peer", [sys.executable, "-c", program], root=tmp_path, environment={}, log=tmp_path / "log", patience=30
+    )
     with fallen, pytest.raises(GivenUp, match=r"peer ended; it wrote:\nno such model"):
         fallen.wait_until_ready()
