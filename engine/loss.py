@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from engine.batch import IGNORE, Batch
+from engine.cached import ELEMENTS, add_wide, scaled
 from engine.comm import TensorAxis, max_over, start_gather_tokens, start_sum_parts, sum_over
 from engine.placement import Placement, placement_of
 
 CHUNK_LOGITS = 2**24
 """Logits that exist at once, in elements: 32 MiB in bf16."""
-
-_CACHED = 2**18
-"""Elements of fp32 that a core's cache keeps: 1 MiB."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class _VocabLoss(torch.autograd.Function):
                 torch.mm(grad_NV, weight_VD, out=grad_MD[here])
             if grad_VD is not None:
                 # Each chunk's product is rounded once to the dtype; their sum is not.
-                grad_VD += torch.mm(grad_NV.t(), x_ND, out=part_VD)
+                add_wide(grad_VD, torch.mm(grad_NV.t(), x_ND, out=part_VD))
         summed = None if grad_MD is None else start_sum_parts(grad_MD.view_as(x_BTD), axis).wait()
         ctx.save_for_backward(summed, grad_VD)
         ctx.weight_dtype = weight_VD.dtype
@@ -102,7 +100,7 @@ class _VocabLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_BSD, grad_VD = ctx.saved_tensors
         grad_x = None if grad_BSD is None else (grad_BSD * grad).to(grad_BSD.dtype)
-        grad_weight = None if grad_VD is None else (grad_VD * grad).to(ctx.weight_dtype)
+        grad_weight = None if grad_VD is None else scaled(grad_VD, grad, ctx.weight_dtype)
         return grad_x, grad_weight, None, None, None, None, None
 
 
@@ -115,7 +113,7 @@ def _to_gradient(
     weight 0 and so loss and gradient 0.
     """
     # Alone on a CPU, a few tokens at a time stay in the cache; otherwise the fewest exchanges and launches win.
-    block = len(logits_NV) if axis.group is not None or logits_NV.is_cuda else _CACHED // logits_NV.shape[1] + 1
+    block = len(logits_NV) if axis.group is not None or logits_NV.is_cuda else ELEMENTS // logits_NV.shape[1] + 1
     wide_NV = torch.empty(min(block, len(logits_NV)), logits_NV.shape[1], dtype=torch.float32, device=logits_NV.device)
     losses, firsts = [], []
     pieces = (logits_NV, label_N, weight_N)

@@ -1,6 +1,6 @@
 """Norms that save their input and a token's statistics: RMSNorm (Zhang & Sennrich 2019, equation 4) and LayerNorm.
 
-B rows, S tokens of this rank, D features.
+B rows, S tokens of this rank, N of both in one, K of a block, D features.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from engine.cached import rows_in_cache
 from engine.comm import TensorAxis
 from engine.placement import Placement, place
 
@@ -48,24 +49,40 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        wide_BSD = x_BSD.float()
-        scale_BS1 = torch.rsqrt(wide_BSD.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x_BSD, weight_D, scale_BS1)
-        return (wide_BSD * scale_BS1).to(x_BSD.dtype).mul_(weight_D)
+        x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
+        y_ND = torch.empty_like(x_ND)
+        scale_N1 = x_ND.new_empty((len(x_ND), 1), dtype=torch.float32)
+        block = rows_in_cache(x_ND)
+        wide_ND = torch.empty_like(x_ND[:block], dtype=torch.float32)
+        pieces = (x_ND, y_ND, scale_N1)
+        for x_KD, y_KD, scale_K1 in zip(*(torch.split(piece, block) for piece in pieces), strict=True):
+            wide_KD = wide_ND[: len(x_KD)].copy_(x_KD)
+            torch.linalg.vector_norm(wide_KD, dim=-1, keepdim=True, out=scale_K1)
+            scale_K1.square_().div_(x_ND.shape[1]).add_(eps).rsqrt_()
+            y_KD.copy_(wide_KD.mul_(scale_K1)).mul_(weight_D)
+        ctx.save_for_backward(x_BSD, weight_D, scale_N1)
+        return y_ND.view(x_BSD.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_BSD, weight_D, scale_BS1 = ctx.saved_tensors
-        normed_BSD = x_BSD.float() * scale_BS1
-        wide_BSD = grad_BSD.float()
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = (wide_BSD * normed_BSD).flatten(0, -2).sum(0).to(weight_D.dtype)
-        if ctx.needs_input_grad[0]:
-            inner_BSD = wide_BSD * weight_D
-            shared_BS1 = (inner_BSD * normed_BSD).mean(-1, keepdim=True)
-            grad_x = inner_BSD.sub_(normed_BSD.mul_(shared_BS1)).mul_(scale_BS1).to(x_BSD.dtype)
-        return grad_x, grad_weight, None
+        x_BSD, weight_D, scale_N1 = ctx.saved_tensors
+        x_ND, grad_ND = (piece.reshape(-1, piece.shape[-1]) for piece in (x_BSD, grad_BSD))
+        weight_D = weight_D.float()
+        sum_D = torch.zeros_like(weight_D)
+        grad_x_ND = torch.empty_like(x_ND)
+        block = rows_in_cache(x_ND)
+        normed_ND, wide_ND = (torch.empty_like(x_ND[:block], dtype=torch.float32) for _ in range(2))
+        pieces = (x_ND, grad_ND, grad_x_ND, scale_N1)
+        for x_KD, grad_KD, grad_x_KD, scale_K1 in zip(*(torch.split(piece, block) for piece in pieces), strict=True):
+            normed_KD = normed_ND[: len(x_KD)].copy_(x_KD).mul_(scale_K1)
+            wide_KD = wide_ND[: len(x_KD)].copy_(grad_KD)
+            product_KD = wide_KD * normed_KD
+            sum_D += product_KD.sum(0)
+            shared_K1 = (product_KD @ weight_D).div_(len(weight_D)).unsqueeze(-1)
+            wide_KD.mul_(weight_D).addcmul_(normed_KD, shared_K1, value=-1).mul_(scale_K1)
+            grad_x_KD.copy_(wide_KD)
+        grad_x = grad_x_ND.view(x_BSD.shape) if ctx.needs_input_grad[0] else None
+        return grad_x, sum_D.to(x_BSD.dtype) if ctx.needs_input_grad[1] else None, None
 
 
 class LayerNorm(nn.Module):

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
+from engine.cached import add_wide
 from engine.comm import all_gather_flat, reduce_scatter_flat
 from engine.config import Training
 from engine.gather import merged
@@ -148,7 +149,7 @@ class Optimizer:
             assert parameter.grad is not None
             # The first gradient of a step overwrites the last step's, which saves a pass of zeros.
             if slot.name in self._arrived:
-                gradient.add_(parameter.grad)
+                add_wide(gradient, parameter.grad)
             else:
                 gradient.copy_(parameter.grad)
                 self._arrived.add(slot.name)

@@ -1,0 +1,40 @@
+"""Sums and products in fp32 by blocks are those of the whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine import cached
+from engine.cached import add_wide, rows_in_cache, scaled
+
+
+@pytest.fixture(autouse=True)
+def _small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached, "ELEMENTS", 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_part_is_added_without_being_rounded(dtype: torch.dtype) -> None:
+    total, part = torch.randn(37, 11), torch.randn(37, 11).to(dtype)
+    expected = total + part.float()
+    add_wide(total, part)
+    assert torch.equal(total, expected)
+
+
+def test_a_part_may_lie_in_memory_in_another_order() -> None:
+    total, part = torch.zeros(37, 11), torch.randn(11, 37).bfloat16().t()
+    add_wide(total, part)
+    assert torch.equal(total, part.float())
+
+
+def test_a_product_is_rounded_once() -> None:
+    wide, factor = torch.randn(37, 11), torch.tensor(0.3)
+    assert torch.equal(scaled(wide, factor, torch.bfloat16), (wide * factor).bfloat16())
+
+
+def test_the_caches_keep_at_least_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert rows_in_cache(torch.empty(50, 10)) == 20
+    assert rows_in_cache(torch.empty(5, 10)) == 5
+    assert rows_in_cache(torch.empty(5, 1000)) == 1
