@@ -24,6 +24,7 @@ from engine.ledger import Ledger
 from engine.linear import ColumnLinear, RowLinear, columns
 from engine.norm import RMSNorm
 from engine.rope import rotate
+from engine.scores import plain_core
 from engine.unfused import unfused_core
 
 
@@ -217,7 +218,13 @@ def mix(q_BTHR: Tensor, k_BTGR: Tensor, v_BTGR: Tensor, frame: Frame, part: Core
 
 def core(q_BQHR: Tensor, k_BKGR: Tensor, v_BKGR: Tensor, view: View) -> Tensor:
     """softmax(Q K^T / sqrt(R)) V, heads side by side: B Q (H R). `view` says what its queries see of its keys."""
-    mask_BHQK = view.mask_BHQK
+    if q_BQHR.dtype == torch.bfloat16 and not q_BQHR.is_cuda and torch.is_grad_enabled():
+        return plain_core(q_BQHR, k_BKGR, v_BKGR, view.mask_BHQK)
+    return fused_core(q_BQHR, k_BKGR, v_BKGR, view.mask_BHQK)
+
+
+def fused_core(q_BQHR: Tensor, k_BKGR: Tensor, v_BKGR: Tensor, mask_BHQK: Tensor | None) -> Tensor:
+    """`core`, forward and backward, by torch's fused kernels. `mask_BHQK` is a view's."""
     q_BHQR, k_BGKR, v_BGKR = (x.transpose(1, 2) for x in (q_BQHR, k_BKGR, v_BKGR))
     groups = q_BHQR.shape[1] // k_BGKR.shape[1]
     if groups > 1 and mask_BHQK is not None and q_BHQR.is_cuda:
