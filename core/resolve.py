@@ -128,7 +128,8 @@ def resolve(
     except ValidationError as error:
         raise _refused(error) from error
     try:
-        needs = choice.needs(parallel, micro_batch=micro_batch)
+        micro_batches = global_batch // (micro_batch * parallel.data)
+        needs = choice.needs(parallel, micro_batch=micro_batch, micro_batches=micro_batches)
     except ValueError as error:
         _refuse(_blamed(str(error), "recompute"), str(error))
     _check_memory(needs, cluster)
@@ -299,14 +300,9 @@ class _Choice:
         return Parallel(tensor=tensor, sequence=self._sequence(tensor), data=gpus // tensor)
 
     def _as_said(self, ask: ParallelAsk, gpus: int | None) -> Parallel:
-        for name in ("pipeline", "virtual"):
-            if getattr(ask, name) > 1:
-                _refuse(
-                    f"parallel.{name}",
-                    f"{name}={getattr(ask, name)} is not in this version; use tensor, context and data",
-                )
         # Of one replica. An axis of one rank is not worth a word, unless it is the only one.
-        axes = {"tensor": ask.tensor, **({"context": ask.context} if ask.context > 1 else {})}
+        axes = {"tensor": ask.tensor, "pipeline": ask.pipeline, "context": ask.context}
+        axes = {axis: size for axis, size in axes.items() if size > 1 or axis == "tensor"}
         each = prod(axes.values())
         if gpus is not None and gpus % each:
             said = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items())
@@ -321,6 +317,9 @@ class _Choice:
         return Parallel(
             tensor=ask.tensor,
             sequence=ask.sequence,
+            pipeline=ask.pipeline,
+            virtual=ask.virtual,
+            stages=ask.stages,
             context=ask.context,
             data=data,
             shard_optimizer=ask.shard_optimizer,
@@ -354,9 +353,11 @@ class _Choice:
         share = global_batch // data
         most = max(1, TOKENS_IN_A_MICRO_BATCH // self.seq_len)
         sizes = [size for size in range(min(share, most), 0, -1) if share % size == 0]
-        return global_batch, next((size for size in sizes if self._fits(parallel, micro_batch=size)), 1)
+        fits = (size for size in sizes if self._fits(parallel, micro_batch=size, micro_batches=share // size))
+        return global_batch, next(fits, 1)
 
-    def needs(self, parallel: Parallel, *, micro_batch: int) -> Memory:
+    def needs(self, parallel: Parallel, *, micro_batch: int, micro_batches: int) -> Memory:
+        """`micro_batches`: of a step, of one replica."""
         return memory.estimate(
             self.shape,
             seq_len=self.seq_len,
@@ -365,6 +366,7 @@ class _Choice:
             parallel=parallel,
             recompute=self.recompute,
             lora=self.lora,
+            micro_batches=micro_batches,
         )
 
     def _splits(self, tensor: int) -> bool:
@@ -377,16 +379,18 @@ class _Choice:
     def _sequence(self, tensor: int) -> bool:
         return tensor > 1 and self.seq_len % tensor == 0
 
-    def _fits(self, parallel: Parallel, *, micro_batch: int) -> bool:
+    def _fits(self, parallel: Parallel, *, micro_batch: int, micro_batches: int = 1) -> bool:
         try:
-            return _has_room(self.cluster, self.needs(parallel, micro_batch=micro_batch))
+            needs = self.needs(parallel, micro_batch=micro_batch, micro_batches=micro_batches)
+            return _has_room(self.cluster, needs)
         except ValueError:
             # However much is recomputed, activations are beyond the budget.
             return False
 
 
 def _axes(parallel: Parallel) -> str:
-    return "tensor x context x data" if parallel.context > 1 else "tensor x data"
+    sizes = {"tensor": 2, "pipeline": parallel.pipeline, "context": parallel.context, "data": 2}
+    return " x ".join(axis for axis, size in sizes.items() if size > 1)
 
 
 # Length
@@ -458,8 +462,8 @@ def _check_memory(needs: Memory, cluster: ClusterFacts) -> None:
     advice = {
         "activations": "lower training.micro_batch or data.seq_len, or set recompute to full",
         "logits": "lower training.micro_batch or data.seq_len",
-        "weights": "raise parallel.tensor",
-        "gradients": "raise parallel.tensor, or use method lora",
+        "weights": "raise parallel.tensor or parallel.pipeline",
+        "gradients": "raise parallel.tensor or parallel.pipeline, or use method lora",
         "optimizer": "raise parallel.tensor, use method lora, or raise parallel.data with shard_optimizer",
     }[needs.largest]
     _refuse(

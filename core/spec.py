@@ -214,9 +214,12 @@ class ParallelAsk(Ask):
     sequence: Flag = False
     """Shard norms and residuals along the sequence over the tensor axis (Korthikanti et al. 2022)."""
     pipeline: Whole = Field(1, ge=1)
-    """Stages. More than one is not available yet."""
+    """Ranks that a token goes through one after another, each with its stages of the layers (1F1B)."""
     virtual: Whole = Field(1, ge=1)
-    """Model chunks per pipeline rank. More than one is not available yet."""
+    """Stages on each pipeline rank: more of them idle less and say more to one another (Narayanan et al. 2021)."""
+    stages: Annotated[tuple[Annotated[Whole, Field(ge=0)], ...], Field(min_length=1)] | None = None
+    """Layers of each of the `pipeline` x `virtual` stages, in order. Default: such that each has as equal work as can
+    be, the output among it."""
     context: Whole = Field(1, ge=1)
     """Ranks that share each row's tokens; `data.seq_len` must be a multiple of twice as many."""
     data: Whole | None = Field(None, ge=1)

@@ -11,7 +11,7 @@ from itertools import combinations
 from engine.config import ModelShape, Operation, Parallel, Recompute, RunConfig
 from engine.plan.recompute import OPERATIONS, Layer, Setting, cost
 from engine.plan.stages import chunks, stages
-from engine.plan.turns import most_in_flight, turns
+from engine.plan.turns import most_in_flight
 
 GIB = 2**30
 
@@ -83,9 +83,9 @@ def activations(setting: Setting, operations: Collection[Operation], *, layers: 
 
 def waiting(shape: ModelShape, parallel: Parallel, *, rank: int, micro_batches: int) -> int:
     """Layers times micro-batches that wait for their backward pass on pipeline rank `rank`, when the most do."""
-    order = turns(ranks=parallel.pipeline, rank=rank, chunks=parallel.virtual, micro_batches=micro_batches)
+    in_flight = most_in_flight(ranks=parallel.pipeline, rank=rank, chunks=parallel.virtual, micro_batches=micro_batches)
     layers = [len(stage.layers) for stage in chunks(shape, parallel, rank=rank)]
-    return sum(layers[chunk] * count for chunk, count in most_in_flight(order).items())
+    return sum(layers[chunk] * count for chunk, count in in_flight.items())
 
 
 def _rounded_up(number: float) -> str:

@@ -6,12 +6,15 @@ layer keeps is `engine.plan.recompute`'s business.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from engine.config import Lora, ModelShape, Parallel, Recompute
 from engine.plan import budget
 from engine.plan.flops import matrices
 from engine.plan.recompute import ELEMENTS, FP32, Setting, keys_per_rank
+from engine.plan.stages import Stage, stages
+from engine.plan.turns import most_in_flight, room
 
 MARGIN = 0.10
 """Share of a device's memory left to the allocator, temporary buffers and the runtime."""
@@ -57,13 +60,27 @@ def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
     return sum(matrix.adapter_weights for matrix in matrices(shape, lora))
 
 
-def parameters_per_rank(shape: ModelShape, *, tensor: int) -> int:
-    """Weights of one tensor rank: its share of each matrix, the vocabulary padded to divide evenly, and its vectors."""
+def parameters_per_rank(shape: ModelShape, *, tensor: int, stages: Sequence[Stage] | None = None) -> int:
+    """Weights of one tensor rank: its share of each matrix, the vocabulary padded to divide evenly, and its vectors.
+
+    `stages` are the rank's own; None: the whole model.
+    """
+    layers, first, last = _extent(shape, stages)
     padded = -(-shape.vocab_size // tensor) * tensor
-    vocabulary = padded * shape.hidden_size * (1 if shape.tie_embeddings else 2)
-    layers = sum(matrix.weights for matrix in matrices(shape)[:-1])
-    copied = shape.num_layers * 2 * shape.hidden_size * copied_keys(shape, tensor=tensor)
-    return (layers + vocabulary) // tensor + copied + _positions(shape) + vectors_per_rank(shape, tensor=tensor)
+    # Both ends hold a tied embedding.
+    vocabulary = padded * shape.hidden_size * ((first or last) if shape.tie_embeddings else first + last)
+    of_layers = layers * sum(matrix.weights for matrix in matrices(shape)[: len(shape.family.matrices)])
+    copied = layers * 2 * shape.hidden_size * copied_keys(shape, tensor=tensor)
+    vectors = vectors_per_rank(shape, tensor=tensor, stages=stages)
+    return (of_layers + vocabulary) // tensor + copied + first * _positions(shape) + vectors
+
+
+def _extent(shape: ModelShape, stages: Sequence[Stage] | None) -> tuple[int, bool, bool]:
+    """Number of layers, and whether the first and the last stage are among `stages`; None: the whole model."""
+    if stages is None:
+        return shape.num_layers, True, True
+    layers = sum(len(stage.layers) for stage in stages)
+    return layers, any(stage.first for stage in stages), any(stage.last for stage in stages)
 
 
 def copied_keys(shape: ModelShape, *, tensor: int) -> int:
@@ -76,8 +93,9 @@ def _positions(shape: ModelShape) -> int:
     return shape.max_seq_len * shape.hidden_size if shape.family.positions == "learned" else 0
 
 
-def vectors_per_rank(shape: ModelShape, *, tensor: int) -> int:
+def vectors_per_rank(shape: ModelShape, *, tensor: int, stages: Sequence[Stage] | None = None) -> int:
     """Weights of norms and biases of one tensor rank: biases follow the outputs that a rank has, all else is whole."""
+    layers, first, last = _extent(shape, stages)
     hidden, heads = shape.hidden_size, shape.num_heads + 2 * shape.num_kv_heads
     inward = len({"gate", "up"} & set(shape.family.matrices))
     shared = (shape.attention_bias != "none") * heads * shape.head_dim + shape.mlp_bias * inward * shape.ffn_hidden_size
@@ -85,31 +103,37 @@ def vectors_per_rank(shape: ModelShape, *, tensor: int) -> int:
     copied = (shape.attention_bias != "none") * 2 * copied_keys(shape, tensor=tensor)
     norm = (2 if shape.family.norm == "layer" else 1) * hidden
     whole = 2 * norm + biases * hidden + shape.qk_norm * 2 * shape.head_dim
-    return shape.num_layers * (shared // tensor + copied + whole) + (1 + shape.family.embed_norm) * norm
+    return layers * (shared // tensor + copied + whole) + (last + first * shape.family.embed_norm) * norm
 
 
-def adapter_parameters_per_rank(shape: ModelShape, lora: Lora, *, tensor: int) -> int:
+def adapter_parameters_per_rank(
+    shape: ModelShape, lora: Lora, *, tensor: int, stages: Sequence[Stage] | None = None
+) -> int:
     """Weights of the adapters on one tensor rank: of each pair, the side that follows the host matrix is shared out."""
     total = 0
     columns = {"q", "k", "v", "gate", "up"}
-    names = shape.family.matrices * shape.num_layers
-    for name, matrix in zip(names, matrices(shape, lora)[:-1], strict=True):
+    layers, _, _ = _extent(shape, stages)
+    of_a_layer = matrices(shape, lora)[: len(shape.family.matrices)]
+    for name, matrix in zip(shape.family.matrices, of_a_layer, strict=True):
         shared, whole = (matrix.outputs, matrix.inputs) if name in columns else (matrix.inputs, matrix.outputs)
         copied = copied_keys(shape, tensor=tensor) if name in ("k", "v") else 0
-        total += matrix.adapter_rank * (shared // tensor + copied + whole)
+        total += layers * matrix.adapter_rank * (shared // tensor + copied + whole)
     return total
 
 
-def beyond_its_share(shape: ModelShape, *, seq_len: int, micro_batch: int, parallel: Parallel, element: int) -> int:
-    """Bytes that a context rank needs besides what belongs to its tokens, for one micro-batch.
+def beyond_its_share(
+    shape: ModelShape, *, seq_len: int, micro_batch: int, parallel: Parallel, element: int, passes: int = 1
+) -> int:
+    """Bytes that a context rank needs besides what belongs to its tokens.
 
     Keys and values of all ranks, for one layer at a time: as they arrive and in the order of the row, and so their
-    gradients on the way back. And masks, for all layers: a rank's two chunks look at 2C + 1 chunks of keys.
+    gradients on the way back. And masks, for all layers of each of the `passes` that wait for their backward pass: a
+    rank's two chunks look at 2C + 1 chunks of keys.
     """
     keys = 4 * seq_len * 2 * keys_per_rank(shape, tensor=parallel.tensor)
     chunk = seq_len // (2 * parallel.context)
     masks = (2 * parallel.context + 1) * chunk**2
-    return element * micro_batch * (keys + masks)
+    return element * micro_batch * (keys + passes * masks)
 
 
 def estimate(
@@ -121,29 +145,74 @@ def estimate(
     parallel: Parallel,
     recompute: Recompute,
     lora: Lora | None = None,
+    micro_batches: int = 1,
 ) -> Memory:
-    """What a rank needs at the end of a forward pass, when it holds most.
+    """What the rank that needs most needs when it holds most.
 
-    Raises ValueError where `recompute` sets a budget that is too small.
+    `micro_batches` are those of a step, of one replica; they matter in a pipeline, where several wait for their
+    backward pass. Raises ValueError where `recompute` sets a budget that is too small.
     """
-    element = ELEMENTS[precision]
-    weights = parameters_per_rank(shape, tensor=parallel.tensor)
+    setting = Setting(shape, seq_len, micro_batch, ELEMENTS[precision], parallel, lora)
+    virtual = stages(shape, parallel)
+    # Of ranks with stages alike the first needs most, for it has most micro-batches waiting.
+    telling: dict[tuple[tuple[int, bool, bool], ...], int] = {}
+    for rank in range(parallel.pipeline):
+        own = virtual[rank :: parallel.pipeline]
+        telling.setdefault(tuple((len(stage.layers), stage.first, stage.last) for stage in own), rank)
+    needs = (
+        _of_rank(
+            setting,
+            virtual[rank :: parallel.pipeline],
+            in_flight=most_in_flight(
+                ranks=parallel.pipeline, rank=rank, chunks=parallel.virtual, micro_batches=micro_batches
+            ),
+            on_the_way=2 * room(ranks=parallel.pipeline, chunks=parallel.virtual, micro_batches=micro_batches),
+            precision=precision,
+            recompute=recompute,
+        )
+        for rank in telling.values()
+    )
+    return max(needs, key=lambda memory: memory.total)
+
+
+def _of_rank(
+    setting: Setting,
+    own: Sequence[Stage],
+    *,
+    in_flight: Mapping[int, int],
+    on_the_way: int,
+    precision: str,
+    recompute: Recompute,
+) -> Memory:
+    """What a pipeline rank needs that has these stages.
+
+    `in_flight` are the micro-batches of each that wait for their backward pass, `on_the_way` the hidden states and
+    gradients that are kept until a neighbour has them.
+    """
+    shape, parallel, lora, element = setting.shape, setting.parallel, setting.lora, setting.element
+    weights = parameters_per_rank(shape, tensor=parallel.tensor, stages=own)
     if lora is None:
         trainable = weights
     else:
-        trainable = adapter_parameters_per_rank(shape, lora, tensor=parallel.tensor)
+        trainable = adapter_parameters_per_rank(shape, lora, tensor=parallel.tensor, stages=own)
         weights += trainable
     shards = parallel.data * parallel.context if parallel.shard_optimizer else 1
     # fp32 weights are their own masters; two moments always; a reduced copy of the gradients where they are shared out.
     states = (2 if precision == "fp32" else 3) + (1 if shards > 1 else 0)
-    setting = Setting(shape, seq_len, micro_batch, element, parallel, lora)
-    operations = budget.chosen(recompute, setting, layers=shape.num_layers)
-    activations = budget.activations(setting, operations, layers=shape.num_layers)
-    # The embedding's output, and the last norm's.
-    activations += 2 * element * setting.own_tokens * shape.hidden_size
+    layers = sum(len(own[chunk].layers) * count for chunk, count in in_flight.items())
+    operations = budget.chosen(recompute, setting, layers=layers)
+    activations = budget.activations(setting, operations, layers=layers)
+    # The embedding's output, and the last norm's; of other stages, what comes next.
+    hidden = 2 + (on_the_way if parallel.pipeline > 1 else 0)
+    activations += hidden * element * setting.own_tokens * shape.hidden_size
     if parallel.context > 1:
         activations += beyond_its_share(
-            shape, seq_len=seq_len, micro_batch=micro_batch, parallel=parallel, element=element
+            shape,
+            seq_len=setting.seq_len,
+            micro_batch=setting.micro_batch,
+            parallel=parallel,
+            element=element,
+            passes=sum(in_flight.values()),
         )
     share = -(-shape.vocab_size // parallel.tensor)
     return Memory(
@@ -152,5 +221,5 @@ def estimate(
         optimizer=-(-trainable // shards) * FP32 * states,
         activations=activations,
         # Logits and their gradient, in fp32, a chunk at a time.
-        logits=2 * FP32 * min(CHUNK_LOGITS, setting.tokens * share),
+        logits=2 * FP32 * min(CHUNK_LOGITS, setting.tokens * share) if own[-1].last else 0,
     )

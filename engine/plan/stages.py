@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 from engine.config import ModelShape, Parallel
 from engine.plan.flops import matrices
@@ -49,11 +50,23 @@ def split(num_layers: int, parallel: Parallel, *, output: float) -> tuple[int, .
     count = parallel.pipeline * parallel.virtual
     costs = [1.0] * (count - 1) + [output]
     layers = [1] * (count - 1) + [0]
-    for _ in range(num_layers - (count - 1)):
-        of_rank = [sum(costs[rank :: parallel.pipeline]) for rank in range(parallel.pipeline)]
-        least = min(range(count), key=lambda number: (costs[number], of_rank[number % parallel.pipeline], -number))
-        layers[least] += 1
-        costs[least] += 1
+    of_rank = [sum(costs[rank :: parallel.pipeline]) for rank in range(parallel.pipeline)]
+
+    def entry(number: int) -> tuple[float, float, int]:
+        return costs[number], of_rank[number % parallel.pipeline], -number
+
+    least = [entry(number) for number in range(count)]
+    heapify(least)
+    left = num_layers - (count - 1)
+    while left:
+        number = -least[0][2]
+        if least[0] == entry(number):
+            layers[number] += 1
+            costs[number] += 1
+            of_rank[number % parallel.pipeline] += 1
+            left -= 1
+        # Either way it costs more than it did, its rank's other stages having had their share.
+        heapreplace(least, entry(number))
     return tuple(layers)
 
 
@@ -61,4 +74,4 @@ def output_in_layers(shape: ModelShape) -> float:
     """Work of the output layer, in layers. Looking up embeddings is none; attention's scores are left out, which grow
     with the rows' length: a layer is a little more than what it is taken for."""
     *layers, output = matrices(shape)
-    return output.weights * shape.num_layers / sum(matrix.weights for matrix in layers)
+    return output.weights / sum(matrix.weights for matrix in layers[: len(shape.family.matrices)])

@@ -7,7 +7,8 @@ need no names: what is received next is what was sent next.
 
 from __future__ import annotations
 
-from itertools import accumulate, chain, zip_longest
+from collections.abc import Iterator
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 
@@ -31,49 +32,59 @@ def turns(*, ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Tur
     order = visits(ranks=ranks, chunks=chunks, micro_batches=micro_batches)
     forward = [Turn(True, chunk, micro) for chunk, micro in order]
     backward = [Turn(False, chunks - 1 - chunk, micro) for chunk, micro in order]
-    first = ranks - rank - 1
-    if chunks > 1:
-        # Twice as far ahead, for a backward pass has to come back through the chunks as well, a group of micro-batches
-        # at a time.
-        first = 2 * first + (chunks - 1) * groups(ranks, micro_batches)[0]
-    first = min(first, len(order))
+    first = before_backward(ranks=ranks, rank=rank, chunks=chunks, micro_batches=micro_batches)
     alternating = chain.from_iterable(zip_longest(forward[first:], backward[: len(order) - first]))
     return [*forward[:first], *(turn for turn in alternating if turn), *backward[len(order) - first :]]
 
 
+def before_backward(*, ranks: int, rank: int, chunks: int, micro_batches: int) -> int:
+    """Forward passes before forward and backward begin to alternate."""
+    first = ranks - rank - 1
+    if chunks > 1:
+        # Twice as far ahead, for a backward pass has to come back through the chunks as well, a group of micro-batches
+        # at a time.
+        first = 2 * first + (chunks - 1) * group_size(ranks, micro_batches, 0)
+    return min(first, chunks * micro_batches)
+
+
 def visits(*, ranks: int, chunks: int, micro_batches: int) -> list[tuple[int, int]]:
     """(chunk, micro-batch) in the order in which every rank goes forward: a group through a chunk, then the next."""
-    if chunks == 1:
-        return [(0, micro) for micro in range(micro_batches)]
-    sizes = groups(ranks, micro_batches)
-    return [
-        (chunk, micro)
-        for stop, size in zip(accumulate(sizes), sizes, strict=True)
-        for chunk in range(chunks)
-        for micro in range(stop - size, stop)
-    ]
+    runs = passes_through(ranks=ranks, chunks=chunks, micro_batches=micro_batches)
+    return [(chunk, micro) for chunk, run in runs for micro in run]
 
 
-def groups(ranks: int, micro_batches: int) -> list[int]:
-    """Sizes of the groups of micro-batches that go through a chunk together, the larger ones first.
+def passes_through(*, ranks: int, chunks: int, micro_batches: int) -> Iterator[tuple[int, range]]:
+    """The same, each group of micro-batches in one."""
+    start = 0
+    for number in range(max(1, micro_batches // ranks)):
+        group = range(start, start + group_size(ranks, micro_batches, number))
+        yield from ((chunk, group) for chunk in range(chunks))
+        start = group.stop
 
-    Each has a micro-batch for every rank, or more where the paper's multiple of `ranks` is not given: fewer would
-    leave ranks idle in every group, not only in the first and last.
+
+def group_size(ranks: int, micro_batches: int, number: int) -> int:
+    """Micro-batches of group `number`, which go through a chunk together; the larger groups come first.
+
+    Each has one for every rank, or more where the paper's multiple of `ranks` is not given: fewer would leave ranks
+    idle in every group, not only in the first and last.
     """
     count = max(1, micro_batches // ranks)
     each, more = divmod(micro_batches, count)
-    return [each + (number < more) for number in range(count)]
+    return each + (number < more)
 
 
-def most_in_flight(order: list[Turn]) -> dict[int, int]:
-    """Micro-batches of each chunk that wait for their backward pass when the most are, over all chunks."""
-    waiting: dict[int, int] = {}
-    most: dict[int, int] = {}
-    for turn in order:
-        waiting[turn.chunk] = waiting.get(turn.chunk, 0) + (1 if turn.forward else -1)
-        if sum(waiting.values()) > sum(most.values()):
-            most = dict(waiting)
-    return most
+def most_in_flight(*, ranks: int, rank: int, chunks: int, micro_batches: int) -> dict[int, int]:
+    """Micro-batches of each chunk that wait for their backward pass on a rank when the most do, over all chunks."""
+    # Once the first backward pass is taken, each forward pass is followed by one.
+    left = 1 + before_backward(ranks=ranks, rank=rank, chunks=chunks, micro_batches=micro_batches)
+    waiting = dict.fromkeys(range(chunks), 0)
+    for chunk, group in passes_through(ranks=ranks, chunks=chunks, micro_batches=micro_batches):
+        taken = min(left, len(group))
+        waiting[chunk] += taken
+        left -= taken
+        if left == 0:
+            break
+    return waiting
 
 
 def room(*, ranks: int, chunks: int, micro_batches: int) -> int:
@@ -81,4 +92,4 @@ def room(*, ranks: int, chunks: int, micro_batches: int) -> int:
 
     Where a group is larger than the ranks are many, the surplus goes around before the first rank wants it.
     """
-    return 2 + (max(0, groups(ranks, micro_batches)[0] - ranks) if chunks > 1 else 0)
+    return 2 + (max(0, group_size(ranks, micro_batches, 0) - ranks) if chunks > 1 else 0)

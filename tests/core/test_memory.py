@@ -7,6 +7,7 @@ import pytest
 from core.presets import PRESETS
 from engine.config import Lora, ModelShape, Parallel, Recompute
 from engine.plan import memory
+from engine.plan.stages import Stage
 from tests import make
 
 # 2 layers, width 16, 4 heads of 4, 2 key heads, feed-forward 32, vocabulary 260:
@@ -167,3 +168,54 @@ def test_context_ranks_share_activations_and_the_optimizer_and_have_all_keys_of_
     assert two.weights == one.weights
     # Masters and moments are halved, and beside them stands a reduced copy of the gradients.
     assert two.optimizer == memory.parameters(TINY) * 16 // 2
+
+
+DEEP = make.shape(num_layers=8)
+
+
+def staged(micro_batches: int, shape: ModelShape = DEEP, **parallel: object) -> memory.Memory:
+    return memory.estimate(
+        shape,
+        seq_len=8,
+        micro_batch=1,
+        precision="bf16",
+        parallel=Parallel.model_validate(parallel),
+        recompute=Recompute(mode="full"),
+        micro_batches=micro_batches,
+    )
+
+
+def test_the_first_stage_keeps_its_layers_for_as_many_micro_batches_as_ranks_come_after() -> None:
+    # Fully recomputed, a layer keeps its input: 8 tokens of width 16 in two bytes. With a vocabulary of two it is the
+    # first rank that needs most.
+    kept, shape, even = 8 * 16 * 2, make.shape(num_layers=8, vocab_size=2), (2, 2, 2, 2)
+    two, four, nine = (staged(count, shape, pipeline=4, stages=even).activations for count in (2, 4, 9))
+    assert four - two == 2 * 2 * kept
+    assert nine == four
+    # Interleaved: 1 + (p - 1) / (p v) times all layers (Korthikanti et al. 2022, 4.2.3), where plain 1F1B keeps all.
+    interleaved = staged(8, shape, pipeline=4, virtual=2, stages=(1,) * 8).activations
+    assert interleaved - four == 8 * (3 / 8) * kept
+
+
+def test_a_stage_holds_its_own_weights_and_both_ends_a_tied_embedding() -> None:
+    embedding, layer = 260 * 16, LAYER + 32
+    # The last rank also has the norm.
+    needs = staged(4, pipeline=2, stages=(4, 4))
+    assert needs.weights in (2 * (4 * layer + embedding), 2 * (4 * layer + embedding + 16))
+    inner = memory.parameters_per_rank(DEEP, tensor=1, stages=[Stage(range(4, 6), first=False, last=False)])
+    assert inner == 2 * layer
+
+
+def test_a_plan_of_thousands_of_stages_and_micro_batches_takes_no_time_to_speak_of() -> None:
+    wide = make.shape(num_layers=10_000)
+    needs = memory.estimate(
+        wide,
+        seq_len=8,
+        micro_batch=1,
+        precision="bf16",
+        parallel=Parallel(pipeline=2_500, virtual=4),
+        recompute=Recompute(),
+        micro_batches=2**40,
+    )
+    # 11 of 8 layers' worth would be four ranks'; of 2,500 it is all layers, and as many again but one for each chunk.
+    assert needs.activations > 10_000 * 2 * 8 * 16

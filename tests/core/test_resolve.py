@@ -185,6 +185,8 @@ def test_what_was_said_is_kept() -> None:
         ({"data": 3}, None, (1, 3)),
         ({"tensor": 2, "context": 2}, None, (2, 1)),
         ({"context": 2}, 4, (1, 2)),
+        ({"pipeline": 2}, 4, (1, 2)),
+        ({"pipeline": 2, "stages": [1, 1]}, None, (1, 1)),
         ("auto", 4, (1, 4)),
         ("auto", None, (1, 1)),
     ],
@@ -193,8 +195,9 @@ def test_the_axes_fill_the_gpus(parallel: Any, gpus: int | None, layout: tuple[i
     resolution = resolved(SCRATCH, parallel=parallel, resources={"gpus": gpus})
     assert (resolution.run.parallel.tensor, resolution.run.parallel.data) == layout
     context = 1 if parallel == "auto" else parallel.get("context", 1)
-    assert resolution.run.parallel.context == context
-    assert resolution.slots == layout[0] * layout[1] * context
+    pipeline = 1 if parallel == "auto" else parallel.get("pipeline", 1)
+    assert (resolution.run.parallel.context, resolution.run.parallel.pipeline) == (context, pipeline)
+    assert resolution.slots == layout[0] * layout[1] * context * pipeline
 
 
 def test_three_replicas_get_a_batch_that_divides() -> None:
@@ -254,9 +257,14 @@ REFUSALS: list[Any] = [
         SCRATCH, {"data": {"train": ["file-text"], "seq_len": 101}, "parallel": {"tensor": 2, "sequence": True}},
         "parallel.sequence", "try seq_len=100", id="sequence",
     ),
-    *(
-        pytest.param(SCRATCH, {"parallel": {axis: 2}}, f"parallel.{axis}", "use tensor, context and data", id=axis)
-        for axis in ("pipeline", "virtual")
+    pytest.param(SCRATCH, {"parallel": {"virtual": 2}}, "parallel.virtual", "needs a pipeline", id="virtual"),
+    pytest.param(
+        SCRATCH, {"parallel": {"pipeline": 2, "virtual": 2}}, "parallel.virtual", "each needs a layer; try virtual=1",
+        id="more stages than layers",
+    ),
+    pytest.param(
+        SCRATCH, {"parallel": {"pipeline": 2, "stages": [2, 1]}}, "parallel.stages", "that sum up to num_layers=2",
+        id="stages of other layers",
     ),
     pytest.param(
         SCRATCH, {"data": {"train": ["file-text"], "seq_len": 102}, "parallel": {"context": 2}}, "parallel.context",

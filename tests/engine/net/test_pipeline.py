@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from engine.config import Lora
-from engine.model import whole_shapes
+from engine.config import Lora, Parallel
+from engine.mesh import Mesh
+from engine.model import Decoder, whole_shapes
+from engine.plan import memory
+from engine.plan.stages import chunks
 from tests.engine.net import nets, pipelines
 from tests.engine.net.pipelines import Case
 from tests.worlds import World
@@ -120,3 +125,12 @@ def test_the_first_of_two_stages_keeps_two_micro_batches_however_many_there_are(
     # 1F1B: min(p - s, m), p = 2 and s = 0.
     one, two, many = (world2.run(pipelines.kept_by_the_first_stage, count)[0] for count in (1, 2, 6))
     assert two == many == 2 * one
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, {"architecture": "gpt2", "num_kv_heads": 4}])
+def test_each_rank_holds_as_many_weights_as_the_plan_says(changes: dict[str, Any]) -> None:
+    shape, parallel = nets.shape(num_layers=5, **changes), Parallel(pipeline=2, virtual=2)
+    for rank in range(2):
+        grid = Mesh(parallel, rank, torch.device("meta"))
+        held = sum(parameter.numel() for parameter in Decoder(shape, grid).parameters())
+        assert held == memory.parameters_per_rank(shape, tensor=1, stages=chunks(shape, parallel, rank=rank))
