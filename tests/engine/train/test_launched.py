@@ -115,3 +115,25 @@ def test_torchrun_starts_the_same_run(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     subprocess.run([*command, "engine", "train", str(tmp_path / "run.json")], check=True, timeout=DEADLINE)
     assert last_event(tmp_path / "events.jsonl").type == "finished"
+
+
+@pytest.mark.slow
+def test_a_pipeline_under_the_launcher_goes_on_alone_and_back_again(tmp_path):
+    straight = {}
+    for name, ranks, steps, resume in (
+        ("straight", 1, 6, None),
+        ("staged", 2, 2, None),
+        ("alone", 1, 4, "staged/checkpoints/step-00000002"),
+        ("back", 2, 6, "alone/checkpoints/step-00000004"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        training = {"steps": steps, "schedule": "constant", "warmup": 0.0}
+        resume = None if resume is None else str(tmp_path / resume)
+        run_file = runs.write(folder, runs.config(parallel={"pipeline": ranks}, training=training, resume=resume))
+        command = [sys.executable, "-m", "engine", "launch", "--ranks", str(ranks), str(run_file)]
+        subprocess.run(command, check=True, timeout=DEADLINE, stdin=subprocess.DEVNULL)
+        losses = {event["step"]: event["loss"] for event in runs.load_events(folder) if event["type"] == "step"}
+        straight = straight or losses
+        assert losses == pytest.approx({step: straight[step] for step in losses}, rel=5e-6)
+    assert list(losses) == [5, 6]
