@@ -15,11 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engine.config import Parallel, RunConfig
 from engine.mesh import build
+from engine.model import Decoder
 from engine.optimizer import Optimizer
+from engine.placement import placement_of
+from engine.plan.memory import parameters
 from engine.stop import StopWish
 from engine.trainer import PATIENCE, Reporter, Work, ready_data, ready_model
 from tests.engine.train import runs
@@ -238,6 +242,32 @@ def test_any_product_of_axes_trains_the_model_of_one_process(
     request: pytest.FixtureRequest, alone: Any, tmp_path: Path, layout: Layout
 ) -> None:
     compared(request.getfixturevalue(f"world{layout.ranks}"), layout, alone, tmp_path)
+
+
+def norm_of_ones(run: RunConfig) -> tuple[float, int]:
+    """The norm of a gradient of ones, and the parameters of the whole model, each counted once."""
+    mesh = build(run.parallel, timeout=PATIENCE)
+    assert run.model is not None
+    decoder = Decoder(run.model, mesh)
+    optimizer = Optimizer(
+        decoder.named_parameters(), mesh, training=run.training, shard=run.parallel.shard_optimizer
+    )  # fmt: skip
+    for parameter in decoder.parameters():
+        placement = placement_of(parameter)
+        partial = mesh.group(placement.partial) if placement.partial else None
+        parts = mesh.size("replicas") * (1 if partial is None else dist.get_world_size(partial))
+        (placement.true_part(parameter).sum() / parts).backward()
+    norm = optimizer.sum_gradients()
+    mesh.close()
+    return norm, parameters(run.model)
+
+
+@pytest.mark.parametrize("layout", TELLING, ids=str)
+def test_a_gradient_of_ones_has_the_root_of_the_number_of_parameters_as_norm(
+    request: pytest.FixtureRequest, layout: Layout
+) -> None:
+    for norm, unique in request.getfixturevalue(f"world{layout.ranks}").run(norm_of_ones, layout.run()):
+        assert norm == pytest.approx(unique**0.5, rel=1e-7)
 
 
 @pytest.mark.slow
