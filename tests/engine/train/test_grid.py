@@ -55,29 +55,33 @@ class Told:
 
     losses: list[float]
     norms: list[float]
-    first: list[tuple[str, str, Any, Tensor]]
-    """Parameter, state, box and values of what this rank holds after the first step, and below after the last."""
+    early: list[tuple[str, str, Any, Tensor]]
+    """Parameter, state, box and values of what this rank held early, and below after the last step."""
     last: list[tuple[str, str, Any, Tensor]]
     shapes: dict[str, tuple[int, ...]]
     rows: list[list[tuple[int, bytes]]]
     """Of each step: place in the global batch, and its tokens."""
 
 
-def a_run(run_dir: Path, run: RunConfig) -> Told:
-    """All steps of `run` on this rank."""
+def a_run(run_dir: Path, run: RunConfig, *, early: int = 1) -> Told:
+    """All steps of `run` on this rank. What it held early is after that step, or what it went on from."""
     mesh = build(run.parallel, timeout=PATIENCE)
     steps: list[Any] = []
-    firsts: list[Any] = []
+    earlier: list[Any] = []
 
     def emit(event: Any) -> None:
         if event.type == "step":
             steps.append(event)
-            if len(steps) == 1:
-                firsts.extend(held(work.optimizer))
+            if event.step == early:
+                earlier.extend(held(work.optimizer))
 
     tokenizer, prepared = ready_data(run, run_dir, mesh, Reporter(lambda event: None, mesh.stopwatch.whereabouts))
     decoder = ready_model(run, run_dir, mesh, tokenizer)
     work = Work(run, run_dir, mesh, emit, StopWish(), tokenizer, prepared, decoder)
+    if run.resume is not None:
+        work.resume()
+        earlier.extend(held(work.optimizer))
+    begun = work.step
     assert work.all_steps()
     rows = [
         [
@@ -86,12 +90,12 @@ def a_run(run_dir: Path, run: RunConfig) -> Told:
             if batch.rows_B is not None
             for place, tokens in zip(batch.rows_B, batch.tokens_BT, strict=True)
         ]
-        for step in range(len(steps))
+        for step in range(begun, work.step)
     ]
     told = Told(
         [step.loss for step in steps],
         [step.grad_norm for step in steps],
-        firsts,
+        earlier,
         held(work.optimizer),
         {slot.name: slot.placement.shape for slot in work.optimizer.slots},
         rows,
@@ -224,12 +228,12 @@ def compared(world: World, layout: Layout, alone: Any, folder: Path) -> None:
     run = layout.run()
     runs.write(folder, run)
     told = world.run(a_run, folder, run, seconds=240)
-    first, last = assembled([expected], "first"), assembled([expected], "last")
+    early, last = assembled([expected], "early"), assembled([expected], "last")
     for rank in told:
         assert rank.losses == pytest.approx(expected.losses, rel=2e-6)
         assert rank.norms == pytest.approx(expected.norms, rel=2e-6)
         assert (rank.losses, rank.norms) == (told[0].losses, told[0].norms)
-    assert max(distances(assembled(told, "first"), first, "average").values()) <= 2e-6
+    assert max(distances(assembled(told, "early"), early, "average").values()) <= 2e-6
     for key, most in (("weight", 2e-6), ("average", 5e-6), ("square", 1e-5)):
         assert max(distances(assembled(told, "last"), last, key).values()) <= most, key
     for step, rows in enumerate(expected.rows):
@@ -242,6 +246,79 @@ def test_any_product_of_axes_trains_the_model_of_one_process(
     request: pytest.FixtureRequest, alone: Any, tmp_path: Path, layout: Layout
 ) -> None:
     compared(request.getfixturevalue(f"world{layout.ranks}"), layout, alone, tmp_path)
+
+
+RESUMED = [
+    Layout("text", {}),
+    Layout("text", {"tensor": 2, "sequence": True}, "selective"),
+    Layout("text", {"pipeline": 2, "virtual": 2}),
+    Layout("text", {"context": 2}),
+    Layout("text", {"data": 2, "shard_optimizer": False}, micro_batch=2),
+    Layout("text", {"tensor": 4, "sequence": True}, "full"),
+    Layout("text", {"pipeline": 2, "data": 2}),
+    Layout("text", {"tensor": 2, "context": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A checkpoint after half of a layout's run, and what its ranks held then and at the end; made when asked for."""
+    made: dict[str, tuple[Path, list[Told]]] = {}
+
+    def of(layout: Layout) -> tuple[Path, list[Told]]:
+        if str(layout) not in made:
+            folder = tmp_path_factory.mktemp("saved")
+            run = layout.run()
+            run = run.model_copy(update={"training": run.training.model_copy(update={"checkpoint_every": 5})})
+            runs.write(folder, run)
+            told = on_ranks(request, layout, folder, run, early=5)
+            made[str(layout)] = folder / "checkpoints" / "step-00000005", told
+        return made[str(layout)]
+
+    return of
+
+
+def on_ranks(request: pytest.FixtureRequest, layout: Layout, folder: Path, run: RunConfig, **more: Any) -> list[Told]:
+    if layout.ranks == 1:
+        return [a_run(folder, run, **more)]
+    world: World = request.getfixturevalue(f"world{layout.ranks}")
+    return world.run(a_run, folder, run, seconds=240, **more)
+
+
+def goes_on(request: pytest.FixtureRequest, saved: Any, folder: Path, before: Layout, after: Layout) -> None:
+    checkpoint, first = saved(before)
+    run = after.run().model_copy(update={"resume": checkpoint})
+    runs.write(folder, run)
+    second = on_ranks(request, after, folder, run)
+    written, read = assembled(first, "early"), assembled(second, "early")
+    assert written.keys() == read.keys()
+    assert all(torch.equal(read[key], state) for key, state in written.items())
+    assert second[0].losses == pytest.approx(first[0].losses[5:], rel=2e-6)
+    assert second[0].norms == pytest.approx(first[0].norms[5:], rel=2e-6)
+    taken, expected = (
+        [{row for rank in told for row in rank.rows[step]} for step in range(-5, 0)] for told in (first, second)
+    )
+    assert taken == expected
+    if before == after:
+        unbroken, resumed = assembled(first, "last"), assembled(second, "last")
+        assert all(torch.equal(resumed[key], state) for key, state in unbroken.items())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [*zip(RESUMED, RESUMED[1:] + RESUMED[:1], strict=True), (RESUMED[2], RESUMED[2])], ids=str
+)
+def test_a_run_goes_on_in_another_layout_from_the_very_state_and_the_next_rows(
+    request: pytest.FixtureRequest, saved: Any, tmp_path: Path, before: Layout, after: Layout
+) -> None:
+    goes_on(request, saved, tmp_path, before, after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), list(product(RESUMED, repeat=2)), ids=str)
+def test_every_layout_goes_on_from_every_other(
+    request: pytest.FixtureRequest, saved: Any, tmp_path: Path, before: Layout, after: Layout
+) -> None:
+    goes_on(request, saved, tmp_path, before, after)
 
 
 def norm_of_ones(run: RunConfig) -> tuple[float, int]:
