@@ -200,6 +200,9 @@ def _shape(ask: ModelAsk, vocab_size: int | None, *, seq_len: int | None) -> Mod
     if ask.preset is not None and ask.preset not in PRESETS:
         _refuse("model.preset", f"there is no preset {ask.preset!r}; there are {', '.join(PRESETS)}")
     preset = PRESETS.get(ask.preset or "", {})
+    # What a preset has as usual follows the sizes said beside it, as without a preset.
+    usual = _usual(preset) if preset else {}
+    preset = {name: size for name, size in preset.items() if usual.get(name) != size}
     said = ask.model_dump(include=set(ModelShape.model_fields), exclude_none=True)
     sizes: dict[str, Any] = preset | said
     for name in ("num_layers", "hidden_size", "num_heads"):
@@ -212,10 +215,7 @@ def _shape(ask: ModelAsk, vocab_size: int | None, *, seq_len: int | None) -> Mod
             advice = f"try num_heads={fits[0]}" if fits else "try an even hidden_size"
             _refuse("model.num_heads", f"num_heads={heads} must divide hidden_size={hidden} into even parts; {advice}")
         sizes["head_dim"] = hidden // heads
-    sizes.setdefault("num_kv_heads", heads)
-    # SwiGLU has three matrices where others have two: 8/3 of the width keeps the parameters of the usual 4.
-    gated = FAMILIES[sizes.get("architecture", "llama")].mlp == "swiglu"
-    sizes.setdefault("ffn_hidden_size", -(-8 * hidden // 3 // 64) * 64 if gated else 4 * hidden)
+    sizes = _usual(sizes) | sizes
     sizes.setdefault("max_seq_len", seq_len or DEFAULT_SEQ_LEN)
     if vocab_size is not None:
         if said.get("vocab_size", vocab_size) < vocab_size:
@@ -229,6 +229,15 @@ def _shape(ask: ModelAsk, vocab_size: int | None, *, seq_len: int | None) -> Mod
         return ModelShape.model_validate(sizes)
     except ValidationError as error:
         raise _refused(error, prefix="model") from error
+
+
+def _usual(sizes: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes that follow from `sizes` where they are not said."""
+    hidden = sizes["hidden_size"]
+    # SwiGLU has three matrices where others have two: 8/3 of the width keeps the parameters of the usual 4.
+    gated = FAMILIES[sizes.get("architecture", "llama")].mlp == "swiglu"
+    ffn = -(-8 * hidden // 3 // 64) * 64 if gated else 4 * hidden
+    return {"num_kv_heads": sizes["num_heads"], "ffn_hidden_size": ffn}
 
 
 def _seq_len(spec: JobSpec, shape: ModelShape) -> int:

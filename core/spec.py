@@ -54,7 +54,9 @@ class ModelAsk(Ask):
     base: Text | None = Field(None, min_length=1, max_length=255)
     """Name of a model to continue from, as `GET /v1/models` lists it."""
     preset: Text | None = Field(
-        None, description=f"Name of a shape: {', '.join(PRESETS)}. Sizes beside it replace its own."
+        None,
+        description=f"Name of a shape: {', '.join(PRESETS)}. Sizes beside it replace its own, and what "
+        "usually follows from them follows.",
     )
     architecture: config.Architecture | None = None
     """Spells a shape out, with the sizes beside it: the family whose layers it has, and as which it is exported."""

@@ -219,7 +219,8 @@ class ModelShape(Part):
         family, hidden = self.family, self.hidden_size
         if not family.free_heads and self.num_kv_heads != self.num_heads:
             raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} is not what {self.architecture} has; use num_heads={self.num_heads}"
+                f"num_kv_heads={self.num_kv_heads} is not what {self.architecture} has; use num_kv_heads="
+                f"{self.num_heads}, as many as num_heads"
             )
         if not family.free_heads and self.num_heads * self.head_dim != hidden:
             raise ValueError(
@@ -378,8 +379,10 @@ class Recompute(Part):
     def has_what_its_mode_needs(self) -> Self:
         if self.operations is not None and self.mode != "selective":
             raise ValueError(f'recompute.operations belong to mode "selective", and the mode is "{self.mode}"')
-        if (self.mode == "budget") != (self.budget_gib is not None):
-            raise ValueError('recompute.budget_gib belongs to mode "budget", and only there')
+        if self.mode == "budget" and self.budget_gib is None:
+            raise ValueError('recompute.budget_gib is what mode "budget" needs; set it, such as to 8.0')
+        if self.mode != "budget" and self.budget_gib is not None:
+            raise ValueError(f'recompute.budget_gib belongs to mode "budget", and the mode is "{self.mode}"')
         return self
 
     @property

@@ -104,6 +104,18 @@ def test_a_gpt_has_four_times_the_width_and_the_dropout_that_is_asked_for() -> N
     assert (preset.architecture, preset.max_seq_len, preset.hidden_dropout) == ("gpt2", 1024, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("preset", "heads", "ffn"),
+    [("gpt2", 4, 256), ("bloom-560m", 4, 256), ("llama-15m", 4, 192), ("llama-1.1b", 4, 5632)],
+)
+def test_what_a_preset_has_as_usual_follows_the_sizes_beside_it(preset: str, heads: int, ffn: int) -> None:
+    # 4 x 64, and 8/3 x 64 rounded up to 64; TinyLlama's 5632 is its own choice and stays.
+    sizes = {"preset": preset, "num_layers": 2, "hidden_size": 64, "num_heads": 4}
+    model = resolved({"kind": "pretrain", "model": sizes, "data": {"train": ["file-text"]}}).run.model
+    assert model is not None
+    assert (model.num_kv_heads, model.ffn_hidden_size, model.head_dim) == (heads, ffn, 16)
+
+
 def test_a_family_without_a_gate_has_its_other_matrices_adapted() -> None:
     gpt2 = make.shape(architecture="gpt2", num_kv_heads=4, max_seq_len=128)
 
@@ -331,7 +343,7 @@ REFUSALS: list[Any] = [
         id="window of a family that has none",
     ),
     pytest.param(
-        SCRATCH, {"model": {"preset": "gpt2", "num_kv_heads": 4}}, "model.num_kv_heads", "use num_heads=12",
+        SCRATCH, {"model": {"preset": "gpt2", "num_kv_heads": 4}}, "model.num_kv_heads", "use num_kv_heads=12",
         id="groups of a family that has none",
     ),
     pytest.param(
@@ -446,7 +458,7 @@ def test_recomputation_is_asked_for_by_operation_or_by_budget() -> None:
     ("recompute", "param", "says"),
     [
         ({"mode": "full", "operations": ["norm"]}, "recompute.operations", 'belong to mode "selective"'),
-        ({"mode": "budget"}, "recompute.budget_gib", 'belongs to mode "budget"'),
+        ({"mode": "budget"}, "recompute.budget_gib", 'what mode "budget" needs'),
         ({"mode": "budget", "budget_gib": 1e-6}, "recompute.budget_gib", "is too little"),
     ],
 )

@@ -188,7 +188,7 @@ def test_what_another_family_does_not_compute_is_refused_by_name(
         pytest.param({"architecture": "qwen2", "attention_bias": "none"}, "use qkv", id="a bias"),
         pytest.param({"architecture": "qwen3", "qk_norm": False}, "qk_norm=False is not what qwen3 has", id="a norm"),
         pytest.param({"sliding_window": 8}, "use mistral or qwen2 or qwen3", id="a window"),
-        pytest.param({"architecture": "gpt2"}, "num_kv_heads=2 is not what gpt2 has; use num_heads=4", id="groups"),
+        pytest.param({"architecture": "gpt2"}, "num_kv_heads=2 is not what gpt2 has; use num_kv_heads=4", id="groups"),
         pytest.param({"architecture": "gpt2", "num_kv_heads": 4, "head_dim": 16}, "must be hidden_size=32", id="wide"),
         pytest.param({"architecture": "bloom", "num_kv_heads": 4}, "use 128, which is 4 x hidden_size", id="width"),
         pytest.param({"architecture": "gpt2", "rope_theta": 5e5}, "rope_theta=500000.0 is not what gpt2", id="theta"),

@@ -103,7 +103,7 @@ def test_a_run_under_a_budget_has_the_losses_of_one_that_keeps_everything(tmp_pa
     ("recompute", "complaint"),
     [
         ({"mode": "full", "operations": ["norm"]}, 'belong to mode "selective"'),
-        ({"mode": "budget"}, 'belongs to mode "budget"'),
+        ({"mode": "budget"}, 'what mode "budget" needs'),
         ({"mode": "selective", "budget_gib": 1}, 'belongs to mode "budget"'),
         ({"mode": "selective", "operations": []}, "at least 1 item"),
         ({"mode": "budget", "budget_gib": 0}, "greater than 0"),
