@@ -224,7 +224,7 @@ class MetricsOut(Out):
 
     object: Literal["job.metrics"] = "job.metrics"
     series: dict[str, list[tuple[int, float]]]
-    """Name -> pairs of step and value, by step."""
+    """Name -> pairs of step and value, by step. docs/operations.md lists the names with their units."""
 
 
 class CheckpointOut(Out):

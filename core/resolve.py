@@ -44,6 +44,9 @@ CHECKPOINTS_IN_A_RUN = 10
 MOST_STEPS_BETWEEN_CHECKPOINTS = 500
 TOKENS_IN_A_MICRO_BATCH = 8192
 """At most so many where the size is ours to choose: enough to keep a device busy."""
+MICRO_BATCHES_FOR_EACH_RANK = 4
+"""Of a pipeline's ranks, at least, where their size is ours to choose: these then idle in less than a fifth of a step,
+(p - 1) of its 4p + p - 1 turns (Narayanan et al. 2021, section 2.2)."""
 CHARACTERS_IN_A_TOKEN = 4
 """For estimates before anything is tokenised."""
 LEARNING_RATES = {"scratch": 3e-4, "lora": 2e-4, "full": 2e-5}
@@ -361,6 +364,8 @@ class _Choice:
             return global_batch, ask.micro_batch
         share = global_batch // data
         most = max(1, TOKENS_IN_A_MICRO_BATCH // self.seq_len)
+        if parallel.pipeline > 1:
+            most = max(1, min(most, share // (MICRO_BATCHES_FOR_EACH_RANK * parallel.pipeline)))
         sizes = [size for size in range(min(share, most), 0, -1) if share % size == 0]
         fits = (size for size in sizes if self._fits(parallel, micro_batch=size, micro_batches=share // size))
         return global_batch, next(fits, 1)
@@ -505,7 +510,7 @@ def _gib(size: int) -> str:
 
 
 def _refuse(param: str, message: str) -> NoReturn:
-    raise InvalidSpec(f"{param}: {message}", param=param)
+    raise InvalidSpec(message if message.startswith(param) else f"{param}: {message}", param=param)
 
 
 def _refused(error: ValidationError, *, prefix: str = "") -> InvalidSpec:

@@ -172,7 +172,7 @@ class TrainingAsk(Ask):
     global_batch: Whole | None = Field(None, ge=1)
     """Rows per step. Default: 16, or what `parallel.data` needs."""
     micro_batch: Literal["auto"] | Annotated[Whole, Field(ge=1)] = "auto"
-    """Rows per forward pass on one rank; auto takes what fits the memory."""
+    """Rows per forward pass on one rank; auto takes what fits the memory, and keeps each rank of a pipeline busy."""
     lr: Real | None = Field(None, gt=0, le=10)
     """Default: 3e-4 from scratch, 2e-4 for LoRA, 2e-5 for a full fine-tune."""
     min_lr_ratio: Real = Field(0.1, ge=0, le=1)

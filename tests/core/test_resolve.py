@@ -217,6 +217,17 @@ def test_three_replicas_get_a_batch_that_divides() -> None:
     assert (training.global_batch, training.micro_batch) == (18, 6)
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "rows", "micro_batch"), [(1, 64, 64), (2, 64, 8), (4, 64, 4), (4, 16, 1), (4, 6, 1)]
+)
+def test_each_rank_of_a_pipeline_gets_four_micro_batches_where_there_are_rows_for_them(
+    pipeline: int, rows: int, micro_batch: int
+) -> None:
+    model = SCRATCH["model"] | {"num_layers": 4}
+    said = {"parallel": {"pipeline": pipeline}, "training": {"global_batch": rows}}
+    assert resolved(SCRATCH, model=model, **said).run.training.micro_batch == micro_batch
+
+
 def test_an_automatic_layout_splits_matrices_only_when_memory_asks_for_it() -> None:
     spec = {
         "kind": "pretrain",

@@ -18,6 +18,7 @@ import api.client
 from api.cli import SpecLoader
 from core import settings as settings_module
 from core.failures import HINTS
+from core.history import EVALUATION_METRICS, STEP_METRICS
 from core.settings import Settings
 from core.spec import JobSpec
 from tests.ops.routes import exists
@@ -113,6 +114,12 @@ def test_the_settings_table_is_the_code():
 def test_the_page_on_operations_explains_each_error_code_as_the_code_does():
     table = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", OPERATIONS.split("## When a job fails")[1], re.MULTILINE))
     assert table == HINTS
+
+
+def test_the_page_on_operations_explains_each_metric():
+    section = OPERATIONS.split("## What a job measures")[1].split("\n## ")[0]
+    named = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert sorted(named) == sorted([*STEP_METRICS, *EVALUATION_METRICS])
 
 
 def test_the_tree_names_every_package():
