@@ -43,8 +43,9 @@ class Whereabouts:
             return
         path.parent.mkdir(exist_ok=True)
         with path.open("w+b") as file:
-            # Written, not only made long: a full disk raises here, and not as a SIGBUS later.
-            file.write(bytes(_RECORD.size))
+            # Written, not only made long: a full disk raises here, and not as a SIGBUS later; and whoever reads it
+            # before this rank first goes on reads that it starts.
+            file.write(self._record())
             file.flush()
             self._memory = mmap.mmap(file.fileno(), _RECORD.size)
 
@@ -73,7 +74,10 @@ class Whereabouts:
 
     def _write(self) -> None:
         self._moves += 1
-        _RECORD.pack_into(self._memory, 0, self._moves, self._waits, self._step, self._depth > 0, self._phase)
+        self._memory[:] = self._record()
+
+    def _record(self) -> bytes:
+        return _RECORD.pack(self._moves, self._waits, self._step, self._depth > 0, self._phase)
 
 
 def path_of(run_dir: Path, rank: int) -> Path:

@@ -4,7 +4,7 @@ import pytest
 
 from engine.stacks import main_stack
 from engine.stall import Found, Stillness, awaited, verdict
-from engine.whereabouts import Place
+from engine.whereabouts import Place, Whereabouts, read
 
 
 def place(step=3, *, moves=1, waits=5, waiting=False, phase="step"):
@@ -45,6 +45,14 @@ def test_what_a_library_does_in_one_call_may_take_an_hour(long_call):
     stillness = Stillness(10)
     seen = [stillness.is_too_long([WAITS, long_call], moment / 2) for moment in range(7202)]
     assert seen.index(True) == 7200
+
+
+def test_a_rank_that_has_not_gone_on_yet_is_read_as_starting(tmp_path):
+    path = tmp_path / "whereabouts" / "rank-0"
+    whereabouts = Whereabouts(path)
+    assert read(path) == Place(moves=0, waits=0, step=0, waiting=False, phase="start")
+    whereabouts.go_on("meeting")
+    assert read(path) == Place(moves=1, waits=0, step=0, waiting=False, phase="meeting")
 
 
 def test_a_long_call_says_nothing_of_how_long_a_step_may_take():
