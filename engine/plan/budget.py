@@ -17,15 +17,26 @@ GIB = 2**30
 
 
 def replayed(run: RunConfig, shape: ModelShape, *, rank: int = 0) -> frozenset[Operation]:
-    """The operations that pipeline rank `rank` of a run replays. Raises ValueError where its budget is too small."""
-    micro_batches = run.training.global_batch // (run.training.micro_batch * run.parallel.data)
-    layers = waiting(shape, run.parallel, rank=rank, micro_batches=micro_batches)
-    return chosen(run.recompute, Setting.of(run, shape), layers=layers)
+    """The operations that pipeline rank `rank` of a run replays. Raises ValueError as `replayed_by_rank` does."""
+    return replayed_by_rank(run, shape)[rank]
+
+
+def replayed_by_rank(run: RunConfig, shape: ModelShape) -> list[frozenset[Operation]]:
+    """The operations that each pipeline rank of a run replays. Raises ValueError where the budget is too small for one,
+    with what would do for each.
+    """
+    parallel = run.parallel
+    micro_batches = run.training.global_batch // (run.training.micro_batch * parallel.data)
+    layers = [waiting(shape, parallel, rank=rank, micro_batches=micro_batches) for rank in range(parallel.pipeline)]
+    setting = Setting.of(run, shape)
+    # The one that holds most is asked first, so that a refusal is the same on every rank.
+    chosen(run.recompute, setting, layers=max(layers))
+    return [chosen(run.recompute, setting, layers=count) for count in layers]
 
 
 def replayed_by_layer(run: RunConfig, shape: ModelShape) -> list[frozenset[Operation]]:
-    """What each layer of a run replays, in order. Raises ValueError as `replayed` does."""
-    of_rank = [replayed(run, shape, rank=rank) for rank in range(run.parallel.pipeline)]
+    """What each layer of a run replays, in order. Raises ValueError as `replayed_by_rank` does."""
+    of_rank = replayed_by_rank(run, shape)
     return [
         of_rank[number % run.parallel.pipeline]
         for number, stage in enumerate(stages(shape, run.parallel))

@@ -85,6 +85,28 @@ def test_each_stage_of_a_run_replays_what_fits_it() -> None:
     assert budget.replayed_by_layer(tight, shape) == [first, first, second, second]
 
 
+def test_a_budget_is_refused_on_every_stage_with_what_would_do_for_the_one_that_holds_most() -> None:
+    shape = ModelShape.model_validate(runs.SHAPE | {"num_layers": 4})
+    run = runs.config(
+        model=runs.SHAPE | {"num_layers": 4},
+        parallel={"pipeline": 2, "stages": [1, 3]},
+        training={"global_batch": 1},
+        recompute={"mode": "budget", "budget_gib": 1.0},
+    )
+    # One micro-batch: the second stage's three layers need most, and the first has room for its one.
+    enough = budget.activations(Setting.of(run, shape), {"layer"}, layers=2) / GIB
+    tight = run.model_copy(update={"recompute": Recompute(mode="budget", budget_gib=enough)})
+    said = []
+    for rank in range(2):
+        with pytest.raises(ValueError, match=r"is too little") as refusal:
+            budget.replayed(tight, shape, rank=rank)
+        said.append(str(refusal.value))
+    assert said[0] == said[1]
+    wide = float(said[0].split("set it to ")[1].split(",")[0])
+    bought = run.model_copy(update={"recompute": Recompute(mode="budget", budget_gib=wide)})
+    assert budget.replayed(bought, shape, rank=1) == {"layer"}
+
+
 def test_a_run_under_a_budget_has_the_losses_of_one_that_keeps_everything(tmp_path: Path) -> None:
     run = runs.config(training={"steps": 2})
     shape = run.model
