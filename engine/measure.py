@@ -61,6 +61,8 @@ def main(run_file: Path, *, as_json: bool) -> int:
     """Measure as this rank; with nobody else there, start the ranks that the run asks for. The exit code."""
     run = RunConfig.model_validate_json(run_file.read_bytes())
     if standing().world_size == 1 and run.parallel.ranks > 1:
+        # What can't be measured is refused once, and not by every rank.
+        ready_shape(run, run_file.absolute().parent)
         return start(run_file, ranks=run.parallel.ranks, as_json=as_json)
     reports = measure(run, run_file.absolute().parent)
     if standing().world_rank == 0:
@@ -71,16 +73,21 @@ def main(run_file: Path, *, as_json: bool) -> int:
 def measure(run: RunConfig, run_dir: Path) -> list[Report]:
     """Every rank's report, in order. All ranks call it together."""
     mesh = build(run.parallel, run.device)
-    base = None if run.base is None else run_dir / run.base
-    shape = run.model if base is None else weights.read_shape(base)
-    assert shape is not None
-    run.check_shape(shape)
-    mine = measured(run, shape, mesh)
+    mine = measured(run, ready_shape(run, run_dir), mesh)
     reports: list[Report | None] = [mine] * run.parallel.ranks
     if run.parallel.ranks > 1:
         dist.all_gather_object(reports, mine)
     mesh.close()
     return [report for report in reports if report is not None]
+
+
+def ready_shape(run: RunConfig, run_dir: Path) -> ModelShape:
+    """The model to measure. Raises ValueError, saying what would work, where it can't run as `run` says."""
+    shape = run.model if run.base is None else weights.read_shape(run_dir / run.base)
+    assert shape is not None
+    run.check_shape(shape)
+    budget.replayed_by_rank(run, shape)
+    return shape
 
 
 def measured(run: RunConfig, shape: ModelShape, mesh: Mesh) -> Report:

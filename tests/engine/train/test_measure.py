@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,13 @@ def test_each_stage_of_a_pipeline_is_measured(world2: World, tmp_path: Path) -> 
         assert [row.layer for row in first.layers] == [0, 2]
         assert [row.layer for row in second.layers] == [1, 3]
         assert not any(row.difference for row in first.layers + second.layers)
+
+
+def test_what_can_not_be_measured_is_refused_before_ranks_start(tmp_path: Path, monkeypatch: Any) -> None:
+    run_file = runs.write(tmp_path, runs.config(parallel={"data": 2}, recompute={"mode": "budget", "budget_gib": 1e-9}))
+    monkeypatch.setattr(measure, "start", lambda *_, **__: pytest.fail("ranks are started"))
+    with pytest.raises(ValueError, match="is too little"):
+        measure.main(run_file, as_json=False)
 
 
 @pytest.mark.slow
