@@ -180,5 +180,8 @@ Event = Annotated[
 LAST = (Finished, Stopped, Failed)
 """Events after which nothing follows."""
 
+NO_ROOM = 28
+"""Exit code of a rank or a launch that ended without a last event since a full disk had no room for it: ENOSPC."""
+
 adapter: TypeAdapter[Event] = TypeAdapter(Event)
 """`adapter.validate_json(line)` reads one line."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from engine.config import RunConfig
 from engine.data.format import InvalidData
-from engine.events import ErrorCode, Failed
+from engine.events import NO_ROOM, ErrorCode, Failed
 
 FOLDER = "failures"
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+ROOM_HINT = "Free space on the host, or keep fewer checkpoints (training.keep_checkpoints)."
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 """What torch's allocators say; those of the CPU raise a plain RuntimeError."""
 
@@ -45,11 +48,11 @@ def explain(error: BaseException, *, rank: int) -> Failed:
             return Failed(code="invalid_model", message=f"run.json: {_faults(error)}", rank=rank)
         case _ if lost_contact(error):
             return Failed(code="rank_lost", message=f"rank {rank} lost contact with another rank: {said}", rank=rank)
-        case OSError(errno=number) if number in DISK_FULL:
+        case _ if is_disk_full(error):
             return Failed(
                 code="disk_full",
                 message=f"the disk is full: {said}",
-                hint="Free space on the host, or keep fewer checkpoints (training.keep_checkpoints).",
+                hint=ROOM_HINT,
                 rank=rank,
             )
         case _ if isinstance(error, MemoryError) or any(phrase in said.lower() for phrase in OUT_OF_MEMORY):
@@ -65,6 +68,22 @@ def explain(error: BaseException, *, rank: int) -> Failed:
         hint=f"The traceback is in logs/rank-{rank}.log.",
         rank=rank,
     )
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether `error` means that there is no room to write, be it what should be said about another."""
+    return isinstance(error, OSError) and error.errno in DISK_FULL
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """What `work` returns, or `NO_ROOM` where a full disk keeps it from saying how it ended."""
+    try:
+        return work()
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        sys.stderr.write(f"the disk is full: {error}\n")
+        return NO_ROOM
 
 
 def lost_contact(error: BaseException) -> bool:

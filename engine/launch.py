@@ -24,7 +24,7 @@ from types import FrameType
 from engine import failure, stacks, whereabouts
 from engine.config import RunConfig
 from engine.emit import Emitter, last_event
-from engine.events import CheckpointSaved, Failed, Finished, Stopped, adapter
+from engine.events import NO_ROOM, CheckpointSaved, Failed, Finished, Stopped, adapter
 from engine.stall import Found, Stillness, verdict
 from engine.standing import RENDEZVOUS
 from engine.whereabouts import Place
@@ -147,6 +147,9 @@ def log_of(run_dir: Path, rank: Rank) -> Path:
 def clear(run_dir: Path) -> None:
     """Make room for this run's own traces where an earlier one ran in the same folder."""
     (run_dir / EVENTS).unlink(missing_ok=True)
+    # Of a launcher that was killed.
+    for meeting in run_dir.glob(".rendezvous-*"):
+        meeting.unlink()
     failure.forget(run_dir)
     whereabouts.forget(run_dir)
     (run_dir / "logs").mkdir(exist_ok=True)
@@ -326,6 +329,13 @@ def reason(run_dir: Path, ranks: int, fallen: Rank | None, *, memory_kill: bool)
             hint="Lower training.micro_batch or data.seq_len, recompute more, or use a larger host.",
             rank=fallen.number,
         )
+    if code == NO_ROOM:
+        return Failed(
+            code="disk_full",
+            message=f"the disk is full: {who} had no room to say how it ended",
+            hint=failure.ROOM_HINT,
+            rank=fallen.number,
+        )
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return Failed(
         code="rank_lost",
@@ -370,9 +380,16 @@ def kernel_memory_kills() -> int:
 
 
 def main(run_file: Path, *, ranks: int, threads: int | None, heartbeat_timeout: float | None) -> int:
-    """`launch` from the command line, with its log in the run directory and on stderr."""
-    logs = run_file.absolute().parent / "logs"
-    logs.mkdir(exist_ok=True)
-    handlers: list[logging.Handler] = [logging.FileHandler(logs / "launch.log"), logging.StreamHandler()]
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=handlers)
-    return launch(run_file, ranks=ranks, threads=threads, heartbeat_timeout=heartbeat_timeout)
+    """`launch` from the command line, with its log in the run directory and on stderr.
+
+    The exit code is `launch`'s, or `NO_ROOM` where a full disk leaves no room to say how the run ended.
+    """
+
+    def logged() -> int:
+        logs = run_file.absolute().parent / "logs"
+        logs.mkdir(exist_ok=True)
+        handlers: list[logging.Handler] = [logging.FileHandler(logs / "launch.log"), logging.StreamHandler()]
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=handlers)
+        return launch(run_file, ranks=ranks, threads=threads, heartbeat_timeout=heartbeat_timeout)
+
+    return failure.exit_code(logged)

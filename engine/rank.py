@@ -28,8 +28,15 @@ OTHERS_SPEAK_SECONDS = 3.0
 
 
 def main(run_file: Path) -> int:
-    """Train `run_file` as this rank; the exit code: 0 after `finished` and `stopped`, 1 after `failed`."""
+    """Train `run_file` as this rank; the exit code: 0 after `finished` and `stopped`, 1 after `failed`, and `NO_ROOM`
+    where the disk is so full that not even that can be said.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    return failure.exit_code(lambda: live(run_file))
+
+
+def live(run_file: Path) -> int:
+    """`main`, raising what keeps this rank from saying how it ended."""
     wish, me, run_dir = StopWish(), standing(), run_file.absolute().parent
     # Sums of different numbers of threads differ in the last bit, so the number is said and not left to chance.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, launch.cores() // me.world_size)))

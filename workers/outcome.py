@@ -8,7 +8,7 @@ from typing import Any
 
 from core import failures
 from core.failures import failure
-from engine.events import ErrorCode, Event, Failed, Finished, Stopped
+from engine.events import NO_ROOM, ErrorCode, Event, Failed, Finished, Stopped
 
 
 class Wish(IntEnum):
@@ -82,6 +82,9 @@ def decide(
         return Outcome(Action.FAIL, "max_runtime", out_of_time(max_runtime))
     if wish is not None:
         return WISHED[wish]
+    if exit_code == NO_ROOM:
+        message = "the disk is full: the engine had no room to say how it ended"
+        return Outcome(Action.LOSE, message, failure("disk_full", message))
     message = f"the engine ended without saying why ({describe(exit_code)})"
     return Outcome(Action.LOSE, message, failure("rank_lost", message))
 

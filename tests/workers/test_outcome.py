@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.events import Event, Failed, Finished, Stopped
+from engine.events import NO_ROOM, Event, Failed, Finished, Stopped
 from workers.outcome import Action, Wish, decide
 
 FINISHED = Finished(step=10, tokens=100)
@@ -73,3 +73,11 @@ def test_a_run_without_a_last_word_is_told_by_its_signal() -> None:
     assert outcome.error is not None
     assert outcome.error["code"] == "rank_lost"
     assert "killed by signal 9" in outcome.error["message"]
+
+
+def test_a_run_whose_last_word_found_no_room_is_told_by_its_exit_code() -> None:
+    outcome = decide(None, exit_code=NO_ROOM, wish=None)
+
+    assert outcome.action is Action.LOSE
+    assert outcome.error is not None
+    assert outcome.error["code"] == "disk_full"

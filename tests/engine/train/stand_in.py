@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine import stacks
 from engine.emit import Emitter
-from engine.events import Failed, Finished, Stopped
+from engine.events import NO_ROOM, Failed, Finished, Stopped
 from engine.failure import hand_over
 from engine.whereabouts import Whereabouts, path_of
 
@@ -62,6 +62,8 @@ match script:
         sys.exit(1)
     case "leave":
         sys.exit(3)
+    case "full":
+        sys.exit(NO_ROOM)
     case "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.write(fifo, b"deaf\n")

@@ -1,12 +1,16 @@
 """Which reason an exception stands for, whatever words it quotes."""
 
+import errno
+from pathlib import Path
+
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from torch.distributed import DistNetworkError
 
-from engine import failure
+from engine import failure, rank
 from engine.config import RunConfig
 from engine.data.format import InvalidData, examples
+from engine.events import NO_ROOM
 from engine.failure import LostContact, RunFailure
 
 
@@ -49,3 +53,23 @@ def test_a_messages_words_reach_the_user() -> None:
     error = chat_of("igloo")
     assert isinstance(error, InvalidData)
     assert failure.explain(error, rank=0).message == str(error)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_has_no_room_to_say_how_it_ended_says_so_by_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(failure, "hand_over", full)
+    monkeypatch.setattr(rank, "Emitter", full)
+    monkeypatch.setattr(rank.StopWish, "listen", lambda wish: None)
+    monkeypatch.setenv("RANK", str(number))
+    (tmp_path / "run.json").write_text("{}")
+    assert rank.main(tmp_path / "run.json") == NO_ROOM == errno.ENOSPC
+
+
+def test_any_other_error_of_a_file_is_raised() -> None:
+    with pytest.raises(FileNotFoundError):
+        failure.exit_code(lambda: len(Path("/nowhere/at/all").read_bytes()))

@@ -147,6 +147,9 @@ def test_a_rank_killed_from_outside_ends_the_run(start):
     [
         pytest.param("raise", "invalid_data", "line 3 is not JSON", id="reason-handed-over"),
         pytest.param("leave", "rank_lost", "rank 1 of 2 ended with exit code 3", id="no-reason"),
+        pytest.param(
+            "full", "disk_full", "the disk is full: rank 1 of 2 had no room to say how it ended", id="no-room"
+        ),
     ],
 )
 def test_a_rank_that_leaves_has_its_reason_written_for_it(start, does, code, message):
@@ -264,6 +267,7 @@ def test_traces_of_an_earlier_run_are_not_taken_for_this_one(start, tmp_path):
     )
     (tmp_path / "failures").mkdir()
     (tmp_path / "failures" / "rank-0.json").write_text(Failed(code="internal", message="old").model_dump_json())
+    (tmp_path / ".rendezvous-1-1").touch()
     run = start(rank0="die")
     run.go()
     assert run.gone() == 1
