@@ -234,7 +234,7 @@ def facts_of(index: dict[str, Any]) -> Facts:
 def verify(path: Path, *, share: int = 0, shares: int = 1) -> None:
     """Compare every `shares`-th file with the manifest, from number `share`; raise BadCheckpoint where one differs."""
     if not path.is_dir():
-        raise BadCheckpoint(path, f"there is no folder {path}")
+        raise BadCheckpoint(path, "it is not there")
     try:
         files = json.loads((path / MANIFEST).read_text())["files"]
     except FileNotFoundError:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from itertools import product
 from pathlib import Path
 
@@ -119,6 +120,7 @@ def damage(path):
         pytest.param(damage, "rank-00000.safetensors is damaged", id="a-flipped-bit"),
         pytest.param(lambda path: (path / "rank-00000.safetensors").unlink(), "is missing", id="a-missing-file"),
         pytest.param(lambda path: (path / "index.json").write_text("{}"), "has 2 bytes where", id="a-short-file"),
+        pytest.param(shutil.rmtree, "it is not there", id="no-folder"),
         pytest.param(lambda path: (path / "manifest.json").unlink(), "never finished", id="no-manifest"),
     ],
 )
