@@ -66,17 +66,19 @@ class _PlainCore(torch.autograd.Function):
         for start in reversed(range(0, queries, block)):
             here = slice(start, start + block)
             seen = past + min(start + block, queries)
-            q_PNR, grad_PNR, mixed_PNR = (
-                by_group(x) for x in (q_BQHR[:, here] * scale, grad_BQHR[:, here], mixed_BQHR[:, here])
-            )
+            q_PNR, grad_PNR, mixed_PNR = (by_group(x[:, here]) for x in (q_BQHR, grad_BQHR, mixed_BQHR))
             sums_PN1 = by_group(sums_BHQ.transpose(1, 2)[:, here, :, None])
-            scores_PNK = _less(q_PNR, sums_PN1) @ k_PKC[:, :seen].mT
+            # Scaled within the product: queries scaled before would be rounded once more, and with them all scores.
+            nothing_PNK = q_PNR.new_zeros(1, 1, 1).expand(len(q_PNR), q_PNR.shape[1], seen)
+            scores_PNK = torch.baddbmm(
+                nothing_PNK, _less(q_PNR, sums_PN1 / scale), k_PKC[:, :seen].mT, beta=0, alpha=scale
+            )
             _hide(scores_PNK.view(rows, groups, sharing, -1, seen), mask_BHQK, start)
             chances_PNK = scores_PNK.exp_()
             grad_v.add(chances_PNK.mT @ grad_PNR)
             shared_PN1 = (grad_PNR.float() * mixed_PNR).sum(-1, keepdim=True)
             grad_scores_PNK = (_less(grad_PNR, shared_PN1) @ v_PKC[:, :seen].mT).mul_(chances_PNK)
-            grad_k.add(grad_scores_PNK.mT @ q_PNR)
+            grad_k.add((grad_scores_PNK.mT @ q_PNR).mul_(scale))
             grad_q_PNR = (grad_scores_PNK @ k_PKC[:, :seen, :width]).mul_(scale)
             grad_q_BGHSR = grad_q_PNR.view(rows, groups, sharing, -1, width)
             grad_q_BQHR[:, here].view(rows, -1, groups, sharing, width).copy_(grad_q_BGHSR.permute(0, 3, 1, 2, 4))

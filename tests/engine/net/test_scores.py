@@ -70,3 +70,19 @@ def test_scores_of_a_long_row_never_exist_at_once(monkeypatch: pytest.MonkeyPatc
     gradients(plain_core, "causal")
     assert max(sizes) <= 2 * 4 * 8 * Q
     assert len(sizes) == -(-Q // 8)
+
+
+@pytest.mark.parametrize("peak", [1, 8])
+def test_in_bf16_gradients_stay_near_those_of_fp64_also_where_few_keys_have_the_weight(peak: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    # 1 / sqrt(48) is not a number that bf16 has.
+    q, k, v = (torch.randn(2, 300, 4, 48, generator=generator).bfloat16() for _ in range(3))
+    grad = torch.randn(2, 300, 4 * 48, generator=generator).bfloat16()
+
+    def of(core: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q * peak, k, v)]
+        core(*inputs, None).backward(grad.to(dtype))
+        return [x.grad.double() for x in inputs if x.grad is not None]
+
+    for ours, exact in zip(of(plain_core, torch.bfloat16), of(fused_core, torch.float64), strict=True):
+        assert ((ours - exact).norm() / exact.norm()).item() <= 1e-2
