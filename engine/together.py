@@ -21,7 +21,8 @@ def together(mesh: Mesh) -> Iterator[None]:
     except Exception as raised:
         error = raised
     if mesh.parallel.ranks > 1:
-        raised_anywhere = torch.tensor(int(error is not None), device=mesh.device)
+        # On the host: the error may be that the device is full, or dead.
+        raised_anywhere = torch.tensor(int(error is not None))
         with mesh.exchange():
             dist.all_reduce(raised_anywhere)
         if error is None and raised_anywhere:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from engine import mesh
 from engine.config import Parallel
+from engine.together import together
 from tests.worlds import RankFailed, World
 
 
@@ -85,3 +88,21 @@ def test_a_failing_rank_is_named_and_the_next_case_runs_in_a_new_world(world2: W
     with pytest.raises(RankFailed, match=r"rank 1 of 2 raised[\s\S]*KeyError: 'lost'"):
         world2.run(fail_on_rank_1)
     assert world2.run(sum_over_tensor) == [3.0, 3.0]
+
+
+def full_device_on_rank_1() -> str:
+    """What each rank raises where rank 1's device can't hold another number; one on "meta" never can."""
+    grid = mesh.build(Parallel(data=2))
+    try:
+        with together(replace(grid, device=torch.device("meta"))):
+            if grid.world_rank == 1:
+                raise torch.OutOfMemoryError("full")
+    except Exception as error:
+        return type(error).__name__
+    finally:
+        grid.close()
+    return "nothing"
+
+
+def test_all_ranks_learn_that_one_failed_though_its_device_does_nothing_any_more(world2: World) -> None:
+    assert world2.run(full_device_on_rank_1) == ["LostContact", "OutOfMemoryError"]
