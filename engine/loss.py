@@ -99,7 +99,7 @@ class _VocabLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_BSD, grad_VD = ctx.saved_tensors
-        grad_x = None if grad_BSD is None else (grad_BSD * grad).to(grad_BSD.dtype)
+        grad_x = None if grad_BSD is None else scaled(grad_BSD, grad, grad_BSD.dtype)
         grad_weight = None if grad_VD is None else scaled(grad_VD, grad, ctx.weight_dtype)
         return grad_x, grad_weight, None, None, None, None, None
 

@@ -28,9 +28,11 @@ def test_a_part_may_lie_in_memory_in_another_order() -> None:
     assert torch.equal(total, part.float())
 
 
-def test_a_product_is_rounded_once() -> None:
-    wide, factor = torch.randn(37, 11), torch.tensor(0.3)
-    assert torch.equal(scaled(wide, factor, torch.bfloat16), (wide * factor).bfloat16())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_product_is_rounded_once(dtype: torch.dtype) -> None:
+    x, factor = torch.randn(37, 11).to(dtype), torch.tensor(1 / 3000)
+    expected = (x.float() * factor).bfloat16()
+    assert torch.equal(scaled(x, factor, torch.bfloat16), expected)
 
 
 def test_the_caches_keep_at_least_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
