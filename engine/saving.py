@@ -2,7 +2,7 @@
 
 A thread talks to no other rank. How far its part is, a rank says in the exchange before each step (`stage`), so that
 all learn of a failure, or that the checkpoint is published, before the same step. One save at a time is under way; its
-copy is on the host until it is written.
+copy is on the host until it is published.
 """
 
 from __future__ import annotations
