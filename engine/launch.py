@@ -47,6 +47,8 @@ ENVIRONMENT = {
     # A thread that waits for another rank must not hold the core which that rank needs.
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONUNBUFFERED": "1",
+    # More streams than that share queues, in which an early receive would hold up kernels that its message waits for.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
 """What each rank starts with, unless the launcher's own environment says otherwise."""
 
