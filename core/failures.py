@@ -9,9 +9,10 @@ from engine.events import ErrorCode, Failed
 HINTS: dict[ErrorCode, str] = {
     "invalid_data": "Correct the training file where the message says, upload it again and submit the job anew.",
     "invalid_model": "Check that the base model's folder is complete and of a supported family.",
-    "out_of_memory": "Lower training.micro_batch or data.seq_len, set recompute to full, or raise parallel.tensor or "
-    "parallel.context.",
-    "non_finite_loss": "Look at the lines it names; lower training.lr, train in fp32, or let training.non_finite skip.",
+    "out_of_memory": "Lower training.micro_batch or data.seq_len, set recompute to full, or raise parallel.tensor, "
+    "parallel.pipeline or parallel.context.",
+    "non_finite_loss": "Look at the lines it names; lower training.lr, train in fp32, or let training.non_finite skip "
+    "or roll_back.",
     "rank_lost": "See the logs of that rank; when nothing is there, the host ended it, often for lack of memory.",
     "stalled": "See the logs of each rank for where it waits; then retry the job.",
     "disk_full": "Free space on the host or keep fewer checkpoints (training.keep_checkpoints), then retry the job.",

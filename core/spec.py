@@ -238,7 +238,7 @@ class RecomputeAsk(Ask):
     norm, the activation or dropout no matrix product is done again; for the up-projection (and the gate), the
     projections before the core (qkv) or the layer theirs are."""
     budget_gib: Annotated[Real, Field(gt=0)] | None = None
-    """Under budget, GiB of a rank that activations may take; the plan says what is computed again for that."""
+    """Under budget, GiB of a rank for what its layers keep; the plan says what is computed again for that."""
 
 
 class ResourcesAsk(Ask):

@@ -33,8 +33,9 @@ class NonFinite(RunFailure):
         super().__init__(
             "non_finite_loss",
             f"{what} at step {step}" + (f"; {rows}" if rows else ""),
-            "Look at the data there. Lower training.lr, lengthen training.warmup, resume from an earlier checkpoint, "
-            "or let training.non_finite skip such steps; weights that are already not finite come from the base.",
+            "Where it names lines, look at the data there. Lower training.lr, lengthen training.warmup, or let "
+            "training.non_finite skip such steps or roll_back, training.max_recoveries times; weights that are not "
+            "finite from the first step on come from the base.",
         )
 
 
