@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -82,7 +83,9 @@ def exit_code(work: Callable[[], int]) -> int:
     except OSError as error:
         if not is_disk_full(error):
             raise
-        sys.stderr.write(f"the disk is full: {error}\n")
+        # A rank's log lies on that disk too.
+        with suppress(OSError):
+            sys.stderr.write(f"the disk is full: {error}\n")
         return NO_ROOM
 
 

@@ -1,6 +1,7 @@
 """Which reason an exception stands for, whatever words it quotes."""
 
 import errno
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def test_a_rank_that_has_no_room_to_say_how_it_ended_says_so_by_its_exit_code(
 
     monkeypatch.setattr(failure, "hand_over", full)
     monkeypatch.setattr(rank, "Emitter", full)
+    monkeypatch.setattr(sys.stderr, "write", full)
     monkeypatch.setattr(rank.StopWish, "listen", lambda wish: None)
     monkeypatch.setenv("RANK", str(number))
     (tmp_path / "run.json").write_text("{}")
