@@ -94,8 +94,10 @@ def activations(setting: Setting, operations: Collection[Operation], *, layers: 
 
 def waiting(shape: ModelShape, parallel: Parallel, *, rank: int, micro_batches: int) -> int:
     """Layers times micro-batches that wait for their backward pass on pipeline rank `rank`, when the most do."""
-    in_flight = most_in_flight(ranks=parallel.pipeline, rank=rank, chunks=parallel.virtual, micro_batches=micro_batches)
     layers = [len(stage.layers) for stage in chunks(shape, parallel, rank=rank)]
+    in_flight = most_in_flight(
+        ranks=parallel.pipeline, rank=rank, chunks=parallel.virtual, micro_batches=micro_batches, layers=layers
+    )
     return sum(layers[chunk] * count for chunk, count in in_flight.items())
 
 

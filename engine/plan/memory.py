@@ -164,7 +164,11 @@ def estimate(
             setting,
             virtual[rank :: parallel.pipeline],
             in_flight=most_in_flight(
-                ranks=parallel.pipeline, rank=rank, chunks=parallel.virtual, micro_batches=micro_batches
+                ranks=parallel.pipeline,
+                rank=rank,
+                chunks=parallel.virtual,
+                micro_batches=micro_batches,
+                layers=[len(stage.layers) for stage in virtual[rank :: parallel.pipeline]],
             ),
             on_the_way=2 * room(ranks=parallel.pipeline, chunks=parallel.virtual, micro_batches=micro_batches),
             precision=precision,

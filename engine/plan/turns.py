@@ -7,8 +7,8 @@ need no names: what is received next is what was sent next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain, zip_longest
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice, zip_longest
 from typing import NamedTuple
 
 
@@ -73,18 +73,30 @@ def group_size(ranks: int, micro_batches: int, number: int) -> int:
     return each + (number < more)
 
 
-def most_in_flight(*, ranks: int, rank: int, chunks: int, micro_batches: int) -> dict[int, int]:
-    """Micro-batches of each chunk that wait for their backward pass on a rank when the most do, over all chunks."""
-    # Once the first backward pass is taken, each forward pass is followed by one.
-    left = 1 + before_backward(ranks=ranks, rank=rank, chunks=chunks, micro_batches=micro_batches)
-    waiting = dict.fromkeys(range(chunks), 0)
-    for chunk, group in passes_through(ranks=ranks, chunks=chunks, micro_batches=micro_batches):
-        taken = min(left, len(group))
-        waiting[chunk] += taken
-        left -= taken
-        if left == 0:
-            break
-    return waiting
+def most_in_flight(
+    *, ranks: int, rank: int, chunks: int, micro_batches: int, layers: Sequence[int] | None = None
+) -> dict[int, int]:
+    """Micro-batches of each chunk that wait for their backward pass on a rank when the most layers do, over all chunks.
+
+    `layers` are those of each chunk; None: as many in each.
+    """
+    sizes = {"ranks": ranks, "chunks": chunks, "micro_batches": micro_batches}
+    weights = [1] * chunks if layers is None else layers
+    ahead = before_backward(rank=rank, **sizes)
+    forward, backward = (
+        (chunk for chunk, group in passes_through(**sizes) for _ in group) for _ in ("forward", "backward")
+    )
+    waiting, most, heaviest = dict.fromkeys(range(chunks), 0), dict.fromkeys(range(chunks), 0), 0
+    # Of groups of one size, two show all that waits; fewer than `ranks` are larger than the rest, and come first.
+    larger = micro_batches % max(1, micro_batches // ranks)
+    telling = (larger + 2) * chunks * group_size(ranks, micro_batches, 0)
+    for number, chunk in enumerate(islice(forward, ahead + telling)):
+        waiting[chunk] += 1
+        if (weight := sum(weights[one] * count for one, count in waiting.items())) > heaviest:
+            most, heaviest = dict(waiting), weight
+        if number >= ahead:
+            waiting[chunks - 1 - next(backward)] -= 1
+    return most
 
 
 def room(*, ranks: int, chunks: int, micro_batches: int) -> int:

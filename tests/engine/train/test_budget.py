@@ -69,6 +69,14 @@ def test_earlier_stages_keep_more_micro_batches() -> None:
     assert waiting == [32, 24, 16, 8]
 
 
+def test_what_waits_is_counted_when_it_has_most_layers_and_not_when_it_is_most_passes() -> None:
+    # The first of two ranks goes forward through chunk 0, 0, 1, 1, 0, and then back and forward in turns: back through
+    # 1 and forward through 0, so that four times the nine layers of chunk 0 wait, and once the one of chunk 1.
+    shape = SEVEN_B.model_copy(update={"num_layers": 12})
+    parallel = Parallel(pipeline=2, virtual=2, stages=(9, 1, 1, 1))
+    assert budget.waiting(shape, parallel, rank=0, micro_batches=4) == 4 * 9 + 1
+
+
 def test_each_stage_of_a_run_replays_what_fits_it() -> None:
     shape = ModelShape.model_validate(runs.SHAPE | {"num_layers": 4})
     run = runs.config(

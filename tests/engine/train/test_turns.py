@@ -152,14 +152,22 @@ def test_plain_1f1b_keeps_no_more_micro_batches_than_ranks_come_after(ranks: int
         assert most == {0: min(ranks - rank, micro_batches)}
 
 
+@pytest.mark.parametrize("heavy", [None, 0, -1], ids=["alike", "first chunk has most layers", "last has"])
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), CASES)
-def test_as_many_micro_batches_wait_as_the_order_leaves_waiting(ranks: int, chunks: int, micro_batches: int) -> None:
+def test_as_many_micro_batches_wait_as_the_order_leaves_waiting(
+    ranks: int, chunks: int, micro_batches: int, heavy: int | None
+) -> None:
+    layers = [1] * chunks
+    if heavy is not None:
+        layers[heavy] = 5
     for rank, order in enumerate(Pipeline(ranks, chunks, micro_batches).orders):
-        waiting, most = dict.fromkeys(range(chunks), 0), dict[int, int]()
+        waiting, most, heaviest = dict.fromkeys(range(chunks), 0), dict[int, int](), 0
         for turn in order:
             waiting[turn.chunk] += 1 if turn.forward else -1
-            most = dict(waiting) if sum(waiting.values()) > sum(most.values()) else most
-        assert most_in_flight(ranks=ranks, rank=rank, chunks=chunks, micro_batches=micro_batches) == most
+            if (weight := sum(layers[chunk] * count for chunk, count in waiting.items())) > heaviest:
+                most, heaviest = dict(waiting), weight
+        sizes = {"ranks": ranks, "rank": rank, "chunks": chunks, "micro_batches": micro_batches}
+        assert most_in_flight(**sizes, layers=None if heavy is None else layers) == most
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (2, 3), (4, 2), (4, 3)])
