@@ -18,6 +18,7 @@ from core.presets import PRESETS
 from core.spec import JobSpec, LoraMethod, ModelAsk, ParallelAsk, TrainingAsk
 from engine.config import (
     FAMILIES,
+    SHARDED,
     Data,
     Export,
     Lora,
@@ -326,16 +327,8 @@ class _Choice:
                 "resources.gpus",
                 f"gpus={gpus}, but parallel needs {said} = {each * data}; make them equal, or leave gpus out",
             )
-        return Parallel(
-            tensor=ask.tensor,
-            sequence=ask.sequence,
-            pipeline=ask.pipeline,
-            virtual=ask.virtual,
-            stages=ask.stages,
-            context=ask.context,
-            data=data,
-            shard_optimizer=ask.shard_optimizer,
-        )
+        as_it_is = ("tensor", "sequence", "pipeline", "virtual", "stages", "context", *SHARDED)
+        return Parallel(data=data, **{name: getattr(ask, name) for name in as_it_is})
 
     def _check_node(self, chosen: Parallel) -> None:
         largest = self.cluster.largest_node
@@ -476,8 +469,9 @@ def _check_memory(needs: Memory, cluster: ClusterFacts) -> None:
     advice = {
         "activations": "lower training.micro_batch or data.seq_len, or set recompute to full",
         "logits": "lower training.micro_batch or data.seq_len",
-        "weights": "raise parallel.tensor or parallel.pipeline",
-        "gradients": "raise parallel.tensor or parallel.pipeline, or use method lora",
+        "weights": "raise parallel.tensor or parallel.pipeline, or parallel.data with shard_weights",
+        "gradients": "raise parallel.tensor or parallel.pipeline, or parallel.data with shard_gradients, or use method"
+        " lora",
         "optimizer": "raise parallel.tensor, use method lora, or raise parallel.data with shard_optimizer",
     }[needs.largest]
     _refuse(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
@@ -227,7 +227,21 @@ class ParallelAsk(Ask):
     data: Whole | None = Field(None, ge=1)
     """Default: `resources.gpus` divided by the other axes."""
     shard_optimizer: Flag = True
-    """Give each data rank its share of the optimizer state only (ZeRO-1)."""
+    """Give each replica its share of the optimizer state only (ZeRO-1)."""
+    shard_gradients: Flag = False
+    """And of the gradients (ZeRO-2)."""
+    shard_weights: Flag = False
+    """And of the weights (ZeRO-3): each layer's are gathered for its use. Least memory, most exchange."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def shares_what_comes_before(cls, given: Any) -> Any:
+        return config.with_weaker_sharing(given)
+
+    @model_validator(mode="after")
+    def shares_in_order(self) -> Self:
+        config.check_sharing(self)
+        return self
 
 
 class RecomputeAsk(Ask):

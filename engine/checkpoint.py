@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine import tensorfile
 from engine.failure import RunFailure
-from engine.optimizer import Optimizer, Piece
+from engine.optimizer import AnyOptimizer, Piece
 from engine.pieces import Rectangle
 from engine.together import together
 
@@ -95,7 +95,7 @@ def make_room(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def take(optimizer: Optimizer, facts: Facts) -> Snapshot:
+def take(optimizer: AnyOptimizer, facts: Facts) -> Snapshot:
     """Copy what this rank has to save to the host."""
     names, pieces, tensors = [], [], []
     for piece in optimizer.pieces():
@@ -210,7 +210,7 @@ def set_aside(path: Path) -> Path | None:
     return path.rename(going)
 
 
-def load(path: Path, optimizer: Optimizer, *, base: str | None) -> Facts:
+def load(path: Path, optimizer: AnyOptimizer, *, base: str | None) -> Facts:
     """Fill the optimizer and the weights from a checkpoint of any layout. Every rank calls this together.
 
     `base` is the fingerprint of the frozen weights in use. Raises BadCheckpoint where the checkpoint is damaged, or is
@@ -251,7 +251,7 @@ def verify(path: Path, *, share: int = 0, shares: int = 1) -> None:
             raise BadCheckpoint(path, f"{name} is damaged: its sha256 is not the manifest's")
 
 
-def check_fits(path: Path, index: dict[str, Any], optimizer: Optimizer, *, base: str | None) -> None:
+def check_fits(path: Path, index: dict[str, Any], optimizer: AnyOptimizer, *, base: str | None) -> None:
     """Raise BadCheckpoint where the checkpoint is not one of this model."""
     if index["format"] != FORMAT:
         raise BadCheckpoint(path, f"it has format {index['format']}, and this version reads {FORMAT}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd, isfinite, lcm
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -277,6 +278,27 @@ def _is_scale(value: object) -> bool:
     return isfinite(value) and SMALLEST_SCALE <= value <= LARGEST_SCALE
 
 
+SHARDED = ("shard_weights", "shard_gradients", "shard_optimizer")
+"""What replicas may share out; each includes those after it."""
+
+
+def with_weaker_sharing(given: Any) -> Any:
+    """Fields of a `Parallel`, to which what `SHARDED` says is included is added where nothing is said of it."""
+    if not isinstance(given, Mapping):
+        return given
+    first = next((number for number, name in enumerate(SHARDED) if given.get(name)), len(SHARDED))
+    return {name: True for name in SHARDED[first + 1 :]} | dict(given)
+
+
+def check_sharing(parallel: object) -> None:
+    """Raise ValueError where replicas are to share out something without what it includes."""
+    for stricter, weaker in pairwise(SHARDED):
+        if getattr(parallel, stricter) and not getattr(parallel, weaker):
+            raise ValueError(
+                f"parallel.{stricter} includes {weaker}, which is false; leave {weaker} out, or {stricter} too"
+            )
+
+
 class Parallel(Part):
     """How many ranks each axis has. Their product is the number of ranks."""
 
@@ -295,7 +317,31 @@ class Parallel(Part):
     data: int = Field(1, ge=1)
     """Replicas that each take a share of the global batch."""
     shard_optimizer: bool = True
-    """Give each data rank its share of the optimizer state only (ZeRO-1)."""
+    """Give each replica its share of the optimizer state only (ZeRO-1, Rajbhandari et al. 2020)."""
+    shard_gradients: bool = False
+    """And of the gradients (ZeRO-2): each layer's are summed and shared out as they arise."""
+    shard_weights: bool = False
+    """And of the weights (ZeRO-3): each layer's are gathered for its use, forward and backward."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def shares_what_comes_before(cls, given: Any) -> Any:
+        return with_weaker_sharing(given)
+
+    @model_validator(mode="after")
+    def shares_in_order(self) -> Self:
+        check_sharing(self)
+        if self.shard_gradients and self.pipeline > 1:
+            raise ValueError(
+                f"parallel.shard_gradients is not available with pipeline={self.pipeline}; "
+                "leave it and shard_weights out, or use pipeline=1"
+            )
+        return self
+
+    @property
+    def is_shared_out(self) -> bool:
+        """No replica has the whole of its gradients between steps, nor of its weights: there are several that share."""
+        return self.shard_gradients and self.data * self.context > 1
 
     @property
     def ranks(self) -> int:

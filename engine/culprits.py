@@ -6,6 +6,7 @@ Found by running the rows again one at a time, so it takes as long as a few step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from math import isfinite
 from pathlib import Path
@@ -13,11 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine.batch import Batch
+from engine.batch import IGNORE, Batch
 from engine.data.loader import Loader
 from engine.failure import RunFailure
 from engine.mesh import Mesh
-from engine.optimizer import Optimizer
+from engine.optimizer import AnyOptimizer
 from engine.passes import Passes
 
 MOST_ROWS = 8
@@ -48,7 +49,7 @@ def non_finite(
     loader: Loader,
     files: Sequence[Path],
     passes: Passes,
-    optimizer: Optimizer,
+    optimizer: AnyOptimizer,
 ) -> NonFinite:
     """What to raise for a step, counted from 0, that has this loss and norm. Every rank calls this together."""
     if isfinite(loss):
@@ -62,21 +63,47 @@ def non_finite(
     return NonFinite(step_index + 1, what, in_words(sources, found=len(places), of=len(order)))
 
 
-def found(batches: Iterable[Batch], is_fine: Callable[[Batch], bool], rows: int, mesh: Mesh) -> list[int]:
+def found(batches: Sequence[Batch], is_fine: Callable[[Batch], bool], rows: int, mesh: Mesh) -> list[int]:
     """Places in the step's global batch of the rows that are not fine on some rank."""
     marks = torch.zeros(rows, dtype=torch.int64)
-    for batch in batches:
-        # A rank without rows has a blank one to take part with.
-        if not batch.num_labels:
-            continue
-        assert batch.rows_B is not None
-        for number, place in enumerate(mesh.stopwatch.whereabouts.through(batch.rows_B.tolist())):
-            if not is_fine(batch.row(number)):
-                marks[place] = 1
+    for place, row in mesh.stopwatch.whereabouts.through(turns(batches, mesh)):
+        if not is_fine(row) and place is not None:
+            marks[place] = 1
     if mesh.parallel.ranks > 1:
         with mesh.exchange():
             dist.all_reduce(marks)
     return [int(place) for place in marks.nonzero()]
+
+
+def turns(batches: Sequence[Batch], mesh: Mesh) -> list[tuple[int | None, Batch]]:
+    """Place and row, one at a time. Replicas that share weights run together: while one has its row, others have none.
+
+    A row without a place has no labels, and nothing that could be wrong with it but the weights.
+    """
+    own: list[tuple[int | None, Batch]] = []
+    for batch in batches:
+        # A rank without rows has a blank one to take part with.
+        if batch.num_labels:
+            assert batch.rows_B is not None
+            own += [(place, batch.row(number)) for number, place in enumerate(batch.rows_B.tolist())]
+    if not mesh.parallel.is_shared_out:
+        return own
+    counts = [0] * mesh.size("replicas")
+    with mesh.exchange():
+        dist.all_gather_object(counts, len(own), group=mesh.group("replicas"))
+    like = batches[0].row(0)
+    blank = replace(
+        like,
+        tokens_BT=torch.zeros_like(like.tokens_BT),
+        labels_BT=torch.full_like(like.labels_BT, IGNORE),
+        num_labels=0,
+    )
+    # Context ranks of one replica have the same rows, at the same time.
+    return [
+        turn
+        for replica, count in enumerate(counts[:: mesh.size("context")])
+        for turn in (own if replica == mesh.rank("data") else [(None, blank)] * count)
+    ]
 
 
 def own_loss(row: Batch, passes: Passes) -> float:
@@ -84,7 +111,7 @@ def own_loss(row: Batch, passes: Passes) -> float:
     return float(passes.evaluate([row])[0])
 
 
-def own_norm(row: Batch, passes: Passes, optimizer: Optimizer) -> float:
+def own_norm(row: Batch, passes: Passes, optimizer: AnyOptimizer) -> float:
     """L2 norm of what this rank has of a row's gradient."""
     passes.train([row], labels=1)
     return optimizer.drop_gradients()

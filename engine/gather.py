@@ -46,19 +46,20 @@ def whole(local: Tensor, like: Tensor, axis: TensorAxis) -> Tensor:
 def wholes(decoder: Decoder, parameters: Iterable[tuple[str, Parameter]]) -> Iterator[tuple[str, Tensor]]:
     """Name and global host tensor of each of these parameters, of all stages, one at a time in the model's order.
 
-    All ranks that hold a model between them go through it together, and each gets every tensor.
+    All ranks that hold a model between them go through it together, and all replicas where they share it out; each gets
+    every tensor.
     """
     mesh, group = decoder.mesh, decoder.mesh.group("pipeline")
     # The last stage's copy of a tied embedding is the first's.
     own = {name: p for name, p in parameters if (placement_of(p).partial, placement_of(p).copy) != (ENDS, 1)}
-    stages = of_stages(mesh, {name: (placement_of(p).shape, p.dtype) for name, p in own.items()})
+    stages = of_stages(mesh, {name: (placement_of(p).shape, decoder.dtype) for name, p in own.items()})
     listed = [(name, stage) for stage, names in enumerate(stages) for name in names]
     if group is not None:
         order = {host_of(name): number for number, name in enumerate(whole_shapes(decoder.shape))}
         listed.sort(key=lambda item: order[host_of(item[0])])
     for name, stage in mesh.stopwatch.whereabouts.through(listed):
         if stage == mesh.rank("pipeline"):
-            tensor = whole(own[name], own[name], decoder.axis).contiguous()
+            tensor = whole(decoder.piece_of(own[name]), own[name], decoder.axis).contiguous()
         else:
             shape, dtype = stages[stage][name]
             tensor = torch.empty(shape, dtype=dtype, device=mesh.device)

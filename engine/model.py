@@ -9,7 +9,7 @@ B rows, T tokens, S tokens of this rank, D features, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -160,6 +160,8 @@ class Decoder(nn.Module):
         self.lm_head: ColumnLinear | None = None
         if self.stages[-1].last and not shape.tie_embeddings:
             self.lm_head = ColumnLinear(shape.hidden_size, shape.vocab_size, self.axis, dtype=dtype, device=mesh.device)
+        self.piece_of: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach
+        """A parameter as this rank holds it; replicas that share it out gather it, and call it together."""
         positions = shape.family.positions
         self._rope = Rope(shape, mesh.device) if positions == "rope" else None
         self._slopes_H = alibi.slopes(shape.num_heads, self.axis, mesh.device) if positions == "alibi" else None

@@ -9,12 +9,12 @@ one kind lie side by side, so that what is done to a kind is done to few large r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import groupby
 from math import isfinite, prod
 from operator import mul
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -60,13 +60,19 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A parameter's run of the flat buffers."""
+class Held:
+    """A trainable parameter of this rank's model."""
 
     name: str
     parameter: Parameter
     placement: Placement
     kind: Kind
+
+
+@dataclass(frozen=True)
+class Slot(Held):
+    """A parameter's run of the flat buffers."""
+
     start: int
     shape: tuple[int, ...]
     """Of the local tensor, padding included."""
@@ -99,6 +105,38 @@ class Piece:
     tensors: dict[str, Tensor]
     is_kept: bool
     """This rank is the one that saves it, where several hold the same."""
+
+
+class AnyOptimizer(Protocol):
+    """What a run and its checkpoints need of an optimizer, however its state is laid out."""
+
+    mesh: Mesh
+    steps: int
+    """Updates done since the moments were zero."""
+    shapes: dict[str, list[int]]
+    """Global shape of every trainable parameter, of all stages."""
+
+    @property
+    def slots(self) -> Sequence[Held]:
+        """Every trainable parameter of this rank's model, whether or not this rank has a share of it."""
+
+    def sum_gradients(self) -> float:
+        """Sum this step's gradients over all ranks that hold a part, and return their global L2 norm."""
+
+    def update(self, *, lr: float, norm: float) -> None:
+        """Clip by `norm`, which `sum_gradients` found, update this rank's share, and give every rank the weights."""
+
+    def drop_gradients(self) -> float:
+        """Forget the gradients that have come since the last step; the L2 norm of what this rank had of them."""
+
+    def restart(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin anew from these weights of this rank's model: no moments, no updates."""
+
+    def publish(self) -> None:
+        """Let every rank's weights follow from the masters, which were filled from outside."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """The boxes of global parameters that this rank has a share in, padding left out."""
 
 
 class Optimizer:
@@ -180,8 +218,11 @@ class Optimizer:
         total = sum((square_sum(self.gradients_N[slot.start : slot.stop]) for slot in arrived), torch.zeros(()))
         return float(total.sqrt())
 
-    def restart(self) -> None:
-        """Begin anew from the model's weights as they are: no moments, no updates."""
+    @torch.no_grad()
+    def restart(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin anew from these weights of this rank's model: no moments, no updates."""
+        for slot in self.slots:
+            slot.parameter.copy_(weights[slot.name])
         self.masters_S.copy_(self.weights_S)
         self.averages_S.zero_()
         self.squares_S.zero_()
@@ -205,32 +246,19 @@ class Optimizer:
     def update(self, *, lr: float, norm: float) -> None:
         """Clip by `norm`, which `sum_gradients` found, update this rank's share, and give every rank the weights."""
         assert isfinite(norm), "the caller stops at a gradient that is not finite"
-        clip = self.training.clip
-        # Divides as torch.nn.utils.clip_grad_norm_ does; the kernel does so in its one pass.
-        excess = None if clip is None or norm + 1e-6 <= clip else self.masters_S.new_tensor((norm + 1e-6) / clip)
-        beta1, beta2 = self.training.betas
         for (decays, follows), runs in groupby(self.runs, key=lambda run: (run.kind.decays, run.kind.follows)):
             of_a_kind = list(runs)
             part = Run(of_a_kind[0].kind, of_a_kind[0].start, of_a_kind[-1].stop).within(self.own)
-            if follows or part.start == part.stop:
-                continue
-            adamw(
-                [self.masters_S[part]],
-                [self.gradients_S[part]],
-                [self.averages_S[part]],
-                [self.squares_S[part]],
-                [],
-                [self.masters_S.new_tensor(float(self.steps))],
-                fused=True,
-                grad_scale=excess,
-                amsgrad=False,
-                maximize=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=lr,
-                weight_decay=self.training.weight_decay if decays else 0.0,
-                eps=self.training.eps,
-            )
+            if not follows and part.start < part.stop:
+                tensors = (self.masters_S, self.gradients_S, self.averages_S, self.squares_S)
+                move(
+                    *([tensor[part]] for tensor in tensors),
+                    steps=self.steps,
+                    lr=lr,
+                    norm=norm,
+                    decays=decays,
+                    training=self.training,
+                )
         self.steps += 1
         self.publish()
 
@@ -273,6 +301,45 @@ def square_sum(x_N: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(x_N[:whole].view(-1, NORM_CHUNK), dim=1)
     rest = torch.linalg.vector_norm(x_N[whole:])
     return cast(Tensor, norms.double().square().sum() + rest.double().square())
+
+
+def move(
+    masters: list[Tensor],
+    gradients: list[Tensor],
+    averages: list[Tensor],
+    squares: list[Tensor],
+    *,
+    steps: int,
+    lr: float,
+    norm: float,
+    decays: bool,
+    training: Training,
+) -> None:
+    """AdamW's update number `steps` + 1 of these masters, in one pass, after clipping the global `norm`.
+
+    The gradients are not to be used afterwards.
+    """
+    clip, (beta1, beta2) = training.clip, training.betas
+    # Divides as torch.nn.utils.clip_grad_norm_ does; the kernel does so in its one pass.
+    excess = None if clip is None or norm + 1e-6 <= clip else masters[0].new_tensor((norm + 1e-6) / clip)
+    adamw(
+        masters,
+        gradients,
+        averages,
+        squares,
+        [],
+        # Counted up in place, each by itself.
+        list(masters[0].new_full((len(masters),), float(steps)).unbind()),
+        fused=True,
+        grad_scale=excess,
+        amsgrad=False,
+        maximize=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=training.weight_decay if decays else 0.0,
+        eps=training.eps,
+    )
 
 
 def lay_out(parameters: Iterable[tuple[str, Parameter]], *, multiple: int) -> tuple[list[Slot], list[Run], int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.failure import RunFailure
 from engine.mesh import Mesh
-from engine.optimizer import Optimizer
+from engine.optimizer import AnyOptimizer
 from engine.placement import placement_of
 
 CHUNK = 2**18
@@ -28,7 +28,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 class Replicas:
     """The tensors of a model and its optimizer that other ranks hold, too. Every rank calls the methods together."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, optimizer: AnyOptimizer, mesh: Mesh) -> None:
         self.model, self.optimizer, self.mesh = model, optimizer, mesh
         self.holders: dict[str, list[int]] = {}
         """Ranks that hold it, for each thing that more than one does; the same on every rank."""
@@ -75,7 +75,9 @@ class Replicas:
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank holds, under a name that says which part of which thing it is."""
-        for name, parameter in self.model.named_parameters():
+        # What is shared out is no replica's twice, and what tensor ranks have twice of it are the optimizer's numbers.
+        parameters = [] if self.mesh.parallel.is_shared_out else self.model.named_parameters()
+        for name, parameter in parameters:
             where = placement_of(parameter)
             part = "" if where.dim is None else f" (dim {where.dim} from {where.start})"
             yield f"{name}{part}", parameter.detach()

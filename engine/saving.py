@@ -22,7 +22,7 @@ from typing import Self
 from engine import checkpoint
 from engine.checkpoint import Facts, Snapshot
 from engine.failure import LostContact, RunFailure
-from engine.optimizer import Optimizer
+from engine.optimizer import AnyOptimizer
 from engine.together import together
 
 LEAST_SECONDS = 600.0
@@ -90,7 +90,7 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        optimizer: Optimizer,
+        optimizer: AnyOptimizer,
         *,
         keep: int,
         beside: Callable[[Path], None] = lambda path: None,

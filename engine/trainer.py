@@ -21,7 +21,7 @@ import torch.distributed as dist
 from engine import checkpoint, lora, weights
 from engine.batch import Batch
 from engine.checkpoint import Facts
-from engine.config import RunConfig
+from engine.config import RunConfig, Training
 from engine.culprits import NonFinite, non_finite
 from engine.data.format import InvalidData
 from engine.data.loader import Loader
@@ -31,7 +31,7 @@ from engine.export import export
 from engine.failure import RunFailure
 from engine.mesh import Mesh, build
 from engine.model import Decoder, whole_shapes
-from engine.optimizer import Optimizer
+from engine.optimizer import AnyOptimizer, Optimizer
 from engine.passes import Passes
 from engine.plan import budget
 from engine.progress import Reporter
@@ -122,6 +122,19 @@ def ready_model(run: RunConfig, run_dir: Path, mesh: Mesh, tokenizer: Tokenizer)
     return decoder.train()
 
 
+def ready_optimizer(decoder: Decoder, training: Training) -> AnyOptimizer:
+    """What updates the decoder; its weights and gradients are shared out as its layout asks, among replicas."""
+    mesh = decoder.mesh
+    if mesh.parallel.is_shared_out:
+        # What these import takes seconds and 50 MB, which other runs need not spend.
+        from engine.sharding import share_out
+        from engine.shares import ShareOptimizer
+
+        share_out(decoder, weights=mesh.parallel.shard_weights)
+        return ShareOptimizer(decoder, training=training)
+    return Optimizer(decoder.named_parameters(), mesh, training=training, shard=mesh.parallel.shard_optimizer)
+
+
 @dataclass(frozen=True)
 class Agreed:
     """What the ranks know about a step before they take it."""
@@ -154,9 +167,7 @@ class Work:
         self.tokenizer, self.prepared, self.decoder = tokenizer, prepared, decoder
         self.stopwatch = mesh.stopwatch
         training = run.training
-        self.optimizer = Optimizer(
-            decoder.named_parameters(), mesh, training=training, shard=run.parallel.shard_optimizer
-        )
+        self.optimizer = ready_optimizer(decoder, training)
         self.passes = Passes(decoder)
         self.loader = self._loader()
         self.replayed = budget.replayed_by_layer(run, decoder.shape)
@@ -340,8 +351,7 @@ class Work:
         """To the last checkpoint; where there is none yet, to the beginning."""
         if self.newest is None:
             fresh = ready_model(self.run, self.run_dir, self.mesh, self.tokenizer)
-            self.decoder.load_state_dict(fresh.state_dict())
-            self.optimizer.restart()
+            self.optimizer.restart(dict(fresh.named_parameters()))
             self.step = self.tokens = 0
         else:
             facts = checkpoint.load(self.newest, self.optimizer, base=self.base)

@@ -112,10 +112,10 @@ def write(
 ) -> None:
     """Write global tensors in `dtype`, as the family's files have them, in one or in pieces of at most `shard_bytes`.
 
-    `tensors` may gather as it goes, so the ranks of the first replica all exhaust it; world rank 0 alone keeps and
+    `tensors` may gather as it goes, so the ranks that it gathers from all exhaust it; world rank 0 alone keeps and
     writes, a piece's worth at a time.
     """
-    if decoder.mesh.rank("replicas") != 0:
+    if decoder.mesh.rank("replicas") != 0 and not decoder.mesh.parallel.is_shared_out:
         return
     if decoder.mesh.world_rank != 0:
         for _ in tensors:

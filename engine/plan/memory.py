@@ -121,6 +121,53 @@ def adapter_parameters_per_rank(
     return total
 
 
+@dataclass(frozen=True)
+class States:
+    """Bytes of one rank that do not depend on how many tokens there are."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+def weights_per_rank(
+    shape: ModelShape, lora: Lora | None, *, tensor: int, stages: Sequence[Stage] | None = None
+) -> tuple[int, int]:
+    """Weights that one tensor rank has, of these stages or of the whole model, and how many of them train."""
+    weights = parameters_per_rank(shape, tensor=tensor, stages=stages)
+    if lora is None:
+        return weights, weights
+    adapters = adapter_parameters_per_rank(shape, lora, tensor=tensor, stages=stages)
+    return weights + adapters, adapters
+
+
+def states_per_rank(setting: Setting, own: Sequence[Stage]) -> States:
+    """Weights, gradients, masters and moments of a rank that has these stages, shared out among replicas as asked."""
+    shape, parallel, lora, element = setting.shape, setting.parallel, setting.lora, setting.element
+    weights, trainable = weights_per_rank(shape, lora, tensor=parallel.tensor, stages=own)
+    replicas = parallel.data * parallel.context
+    if not parallel.is_shared_out:
+        shards = replicas if parallel.shard_optimizer else 1
+        # fp32 weights are their own masters; two moments always; the summed gradients where they are shared out.
+        kept = (2 if element == FP32 else 3) + (1 if shards > 1 else 0)
+        return States(weights * element, trainable * FP32, -(-trainable // shards) * FP32 * kept)
+    deeper = shape.model_copy(update={"num_layers": shape.num_layers + 1})
+    both = (weights_per_rank(model, lora, tensor=parallel.tensor) for model in (deeper, shape))
+    layer, layer_trainable = (more - less for more, less in zip(*both, strict=True))
+    layers, _, _ = _extent(shape, own)
+    # What is no layer's is whole throughout; a layer is gathered while the one before it runs.
+    gathered = weights - max(0, layers - 2) * layer if parallel.shard_weights else weights
+    # The same of gradients, but for one layer at a time, and once more in fp32 on their way to be summed.
+    arising = trainable - max(0, layers - 1) * layer_trainable
+    frozen, share = -(-(weights - trainable) // replicas), -(-trainable // replicas)
+    return States(
+        weights=(gathered + frozen) * element,
+        gradients=arising * (element + FP32) + share * FP32,
+        # Masters, which are none of the gathered weights, and two moments.
+        optimizer=share * FP32 * 3,
+    )
+
+
 def beyond_its_share(
     shape: ModelShape, *, seq_len: int, micro_batch: int, parallel: Parallel, element: int, passes: int = 1
 ) -> int:
@@ -171,7 +218,6 @@ def estimate(
                 layers=[len(stage.layers) for stage in virtual[rank :: parallel.pipeline]],
             ),
             on_the_way=2 * room(ranks=parallel.pipeline, chunks=parallel.virtual, micro_batches=micro_batches),
-            precision=precision,
             recompute=recompute,
         )
         for rank in telling.values()
@@ -185,7 +231,6 @@ def _of_rank(
     *,
     in_flight: Mapping[int, int],
     on_the_way: int,
-    precision: str,
     recompute: Recompute,
 ) -> Memory:
     """What a pipeline rank needs that has these stages.
@@ -193,16 +238,8 @@ def _of_rank(
     `in_flight` are the micro-batches of each that wait for their backward pass, `on_the_way` the hidden states and
     gradients that are kept until a neighbour has them.
     """
-    shape, parallel, lora, element = setting.shape, setting.parallel, setting.lora, setting.element
-    weights = parameters_per_rank(shape, tensor=parallel.tensor, stages=own)
-    if lora is None:
-        trainable = weights
-    else:
-        trainable = adapter_parameters_per_rank(shape, lora, tensor=parallel.tensor, stages=own)
-        weights += trainable
-    shards = parallel.data * parallel.context if parallel.shard_optimizer else 1
-    # fp32 weights are their own masters; two moments always; a reduced copy of the gradients where they are shared out.
-    states = (2 if precision == "fp32" else 3) + (1 if shards > 1 else 0)
+    shape, parallel, element = setting.shape, setting.parallel, setting.element
+    states = states_per_rank(setting, own)
     layers = sum(len(own[chunk].layers) * count for chunk, count in in_flight.items())
     operations = budget.chosen(recompute, setting, layers=layers)
     activations = budget.activations(setting, operations, layers=layers)
@@ -220,9 +257,9 @@ def _of_rank(
         )
     share = -(-shape.vocab_size // parallel.tensor)
     return Memory(
-        weights=weights * element,
-        gradients=trainable * FP32,
-        optimizer=-(-trainable // shards) * FP32 * states,
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
         activations=activations,
         # Logits and their gradient, in fp32, a chunk at a time.
         logits=2 * FP32 * min(CHUNK_LOGITS, setting.tokens * share) if own[-1].last else 0,

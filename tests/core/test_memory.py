@@ -145,6 +145,43 @@ def test_weights_gradients_and_optimizer_take_what_the_engine_keeps(
     assert needs.total == sum(value for name, value in needs.itemised().items() if name != "total")
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_replicas_that_share_weights_hold_three_fp32_numbers_of_their_share_and_what_is_gathered(
+    precision: str,
+) -> None:
+    layers, size = 10, 2 if precision == "bf16" else 4
+    deep = make.shape(num_layers=layers)
+    ends, layer = 16 + 260 * 16, LAYER + 32
+    everything = ends + layers * layer
+
+    def bytes_with(**shared: bool) -> int:
+        needs = memory.estimate(
+            deep, seq_len=8, micro_batch=1, precision=precision, recompute=Recompute(),
+            parallel=Parallel(data=4, **shared),  # type: ignore[arg-type]
+        )  # fmt: skip
+        return needs.weights + needs.gradients + needs.optimizer
+
+    # Master, two moments and gradient of a quarter; gradients of the ends and a layer before they are summed.
+    shared = everything // 4 * 16 + (ends + layer) * (size + 4)
+    assert bytes_with(shard_gradients=True) == shared + everything * size
+    # The layer that runs and the next.
+    assert bytes_with(shard_weights=True) == shared + (ends + 2 * layer) * size
+
+
+def test_replicas_that_share_weights_share_a_frozen_base_too() -> None:
+    lora = Lora(rank=2)
+    deep = make.shape(num_layers=10)
+    needs = memory.estimate(
+        deep, seq_len=8, micro_batch=1, precision="bf16", recompute=Recompute(), lora=lora,
+        parallel=Parallel(data=4, shard_weights=True),
+    )  # fmt: skip
+    adapters = memory.adapter_parameters(deep, lora)
+    gathered = 16 + 260 * 16 + 2 * (LAYER + 32 + adapters // 10)
+    assert needs.weights == 2 * (gathered + memory.parameters(deep) // 4)
+    assert needs.optimizer == 12 * adapters // 4
+    assert needs.gradients == 4 * adapters // 4 + 6 * adapters // 10
+
+
 def test_lora_trains_the_adapters_only() -> None:
     lora = Lora(rank=2)
     needs = memory.estimate(

@@ -212,6 +212,24 @@ def test_the_axes_fill_the_gpus(parallel: Any, gpus: int | None, layout: tuple[i
     assert resolution.slots == layout[0] * layout[1] * context * pipeline
 
 
+@pytest.mark.parametrize(
+    ("asked", "shared"),
+    [
+        ({}, (True, False, False)),
+        ({"shard_gradients": True}, (True, True, False)),
+        ({"shard_weights": True}, (True,) * 3),
+    ],
+)
+def test_replicas_share_what_was_asked_and_what_it_includes(asked: dict[str, bool], shared: tuple[bool, ...]) -> None:
+    parallel = resolved(SCRATCH, parallel={"data": 2, **asked}).run.parallel
+    assert (parallel.shard_optimizer, parallel.shard_gradients, parallel.shard_weights) == shared
+
+
+def test_sharing_weights_without_gradients_is_refused_in_words() -> None:
+    with pytest.raises(ValidationError, match=r"shard_weights includes shard_gradients, which is false"):
+        resolved(SCRATCH, parallel={"data": 2, "shard_weights": True, "shard_gradients": False})
+
+
 def test_three_replicas_get_a_batch_that_divides() -> None:
     training = resolved(SCRATCH, parallel={"data": 3}).run.training
     assert (training.global_batch, training.micro_batch) == (18, 6)

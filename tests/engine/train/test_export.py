@@ -153,3 +153,19 @@ def test_without_merging_there_is_only_an_adapter_and_types_are_kept_or_asked_fo
         runs.events_of(tmp_path, run)
         tensors = load_file(tmp_path / "export" / "model" / "model.safetensors")
         assert {tensor.dtype for tensor in tensors.values()} == {dtype}
+
+
+def train_shared(folder, run):
+    runs.events_of(folder, run)
+
+
+def test_replicas_that_share_weights_leave_the_export_of_those_that_do_not(world2, adapted, base, tmp_path):
+    original = runs.RunConfig.model_validate_json((adapted / "run.json").read_text())
+    run = original.model_copy(update={"parallel": runs.config(parallel={"data": 2, "shard_weights": True}).parallel})
+    runs.write(tmp_path, run)
+    world2.run(train_shared, tmp_path, run)
+    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        ours, theirs = (load_file(folder / "export" / file) for folder in (tmp_path, adapted))
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)

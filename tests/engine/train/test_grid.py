@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.config import Parallel, RunConfig
 from engine.mesh import build
 from engine.model import Decoder
-from engine.optimizer import Optimizer
+from engine.optimizer import AnyOptimizer, Optimizer
 from engine.placement import placement_of
 from engine.plan.memory import parameters
 from engine.stop import StopWish
@@ -104,7 +104,7 @@ def a_run(run_dir: Path, run: RunConfig, *, early: int = 1) -> Told:
     return told
 
 
-def held(optimizer: Optimizer) -> list[tuple[str, str, Any, Tensor]]:
+def held(optimizer: AnyOptimizer) -> list[tuple[str, str, Any, Tensor]]:
     return [
         (piece.parameter, key, piece.box, tensor.clone())
         for piece in optimizer.pieces()
@@ -206,6 +206,8 @@ TELLING = [
     Layout("a real vocabulary", {"pipeline": 4}),
     Layout("dropout", {"tensor": 2, "sequence": True, "pipeline": 2, "data": 2}, "selective"),
     Layout("packed answers", {"tensor": 2, "pipeline": 2, "virtual": 2, "context": 2}, "full", micro_batch=2),
+    Layout("packed answers", {"data": 2, "shard_gradients": True}, "selective", micro_batch=2),
+    Layout("untied", {"tensor": 2, "sequence": True, "data": 2, "shard_weights": True}, "full"),
 ]
 """Each axis, and the products that have met trouble elsewhere."""
 

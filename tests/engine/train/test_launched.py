@@ -137,3 +137,13 @@ def test_a_pipeline_under_the_launcher_goes_on_alone_and_back_again(tmp_path):
         straight = straight or losses
         assert losses == pytest.approx({step: straight[step] for step in losses}, rel=5e-6)
     assert list(losses) == [5, 6]
+
+
+@pytest.mark.slow
+def test_the_launcher_runs_replicas_that_share_weights(tmp_path):
+    parallel = {"data": 2, "shard_weights": True}
+    runs.write(tmp_path, runs.config(parallel=parallel, training={"steps": 2, "precision": "bf16"}))
+    command = [sys.executable, "-m", "engine", "launch", "--ranks", "2", str(tmp_path / "run.json")]
+    subprocess.run(command, check=True, timeout=DEADLINE)
+    assert last_event(tmp_path / "events.jsonl").type == "finished"
+    assert (tmp_path / "export" / "model" / "model.safetensors").is_file()

@@ -27,6 +27,7 @@ LAYOUTS = {
     "context": {"context": 2},
     "data": {"data": 2},
     "pipeline": {"pipeline": 2},
+    "data-weights": {"data": 2, "shard_weights": True},
 }
 
 
@@ -158,7 +159,7 @@ def explode_at_the_byte(run_dir, run):
         Decoder.run = run_stage
 
 
-@pytest.mark.parametrize("layout", ["one", "data", "pipeline"])
+@pytest.mark.parametrize("layout", ["one", "data", "data-weights", "pipeline"])
 def test_a_gradient_that_is_not_finite_is_traced_as_a_loss_is(world2, tmp_path, base, layout):
     run = config(parallel=LAYOUTS[layout]).model_copy(update={"model": runs.config().model, "base": None})
     ready(tmp_path / "run", base, run)
