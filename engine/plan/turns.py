@@ -8,8 +8,11 @@ need no names: what is received next is what was sent next.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 from typing import NamedTuple
+
+TELLING_GROUPS = 4
+"""Groups of one size after which what waits has been there before: a pass comes back up to two groups later."""
 
 
 class Turn(NamedTuple):
@@ -80,23 +83,26 @@ def most_in_flight(
 
     `layers` are those of each chunk; None: as many in each.
     """
-    sizes = {"ranks": ranks, "chunks": chunks, "micro_batches": micro_batches}
     weights = [1] * chunks if layers is None else layers
-    ahead = before_backward(rank=rank, **sizes)
-    forward, backward = (
-        (chunk for chunk, group in passes_through(**sizes) for _ in group) for _ in ("forward", "backward")
-    )
-    waiting, most, heaviest = dict.fromkeys(range(chunks), 0), dict.fromkeys(range(chunks), 0), 0
-    # Of groups of one size, two show all that waits; fewer than `ranks` are larger than the rest, and come first.
-    larger = micro_batches % max(1, micro_batches // ranks)
-    telling = (larger + 2) * chunks * group_size(ranks, micro_batches, 0)
-    for number, chunk in enumerate(islice(forward, ahead + telling)):
-        waiting[chunk] += 1
-        if (weight := sum(weights[one] * count for one, count in waiting.items())) > heaviest:
-            most, heaviest = dict(waiting), weight
+    ahead = before_backward(ranks=ranks, rank=rank, chunks=chunks, micro_batches=micro_batches)
+    # Of groups of one size, a few show all that waits; there are two sizes, and a caller may have any number of groups.
+    count = max(1, micro_batches // ranks)
+    each, larger = divmod(micro_batches, count)
+    sizes = [each + 1] * min(larger, TELLING_GROUPS) + [each] * min(count - larger, TELLING_GROUPS)
+    forward = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
+    weight = heaviest = at = 0
+    for number, chunk in enumerate(forward):
+        weight += weights[chunk]
+        if weight > heaviest:
+            heaviest, at = weight, number + 1
         if number >= ahead:
-            waiting[chunks - 1 - next(backward)] -= 1
-    return most
+            weight -= weights[chunks - 1 - forward[number - ahead]]
+    waiting = dict.fromkeys(range(chunks), 0)
+    for chunk in forward[:at]:
+        waiting[chunk] += 1
+    for chunk in forward[: max(0, at - 1 - ahead)]:
+        waiting[chunks - 1 - chunk] -= 1
+    return waiting
 
 
 def room(*, ranks: int, chunks: int, micro_batches: int) -> int:
