@@ -10,7 +10,7 @@ HINTS: dict[ErrorCode, str] = {
     "invalid_data": "Correct the training file where the message says, upload it again and submit the job anew.",
     "invalid_model": "Check that the base model's folder is complete and of a supported family.",
     "out_of_memory": "Lower training.micro_batch or data.seq_len, set recompute to full, or raise parallel.tensor, "
-    "parallel.pipeline or parallel.context.",
+    "parallel.pipeline or parallel.context; with replicas, set parallel.shard_gradients or parallel.shard_weights.",
     "non_finite_loss": "Look at the lines it names; lower training.lr, train in fp32, or let training.non_finite skip "
     "or roll_back.",
     "rank_lost": "See the logs of that rank; when nothing is there, the host ended it, often for lack of memory.",

@@ -154,12 +154,14 @@ class Decoder(nn.Module):
         """What dropout masks are drawn from, besides the batch's step and rows."""
         self.stages = chunks(shape, mesh.parallel, rank=mesh.rank("pipeline"))
         """Those of this rank, in the order in which a token goes through them; `run` takes their numbers here."""
+        # What replicas share out is made on the host, and put on the device a layer at a time: it need not have room.
+        made_on = torch.device("cpu") if mesh.parallel.is_shared_out else mesh.device
         self.model = _Trunk(
-            shape, self.axis, self.stages, ledger=self.ledger, unfused=unfused, dtype=dtype, device=mesh.device
+            shape, self.axis, self.stages, ledger=self.ledger, unfused=unfused, dtype=dtype, device=made_on
         )
         self.lm_head: ColumnLinear | None = None
         if self.stages[-1].last and not shape.tie_embeddings:
-            self.lm_head = ColumnLinear(shape.hidden_size, shape.vocab_size, self.axis, dtype=dtype, device=mesh.device)
+            self.lm_head = ColumnLinear(shape.hidden_size, shape.vocab_size, self.axis, dtype=dtype, device=made_on)
         self.piece_of: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach
         """A parameter as this rank holds it; replicas that share it out gather it, and call it together."""
         positions = shape.family.positions

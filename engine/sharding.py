@@ -29,6 +29,8 @@ from engine.placement import Placement, place, placement_of
 def share_out(decoder: Decoder, *, weights: bool) -> None:
     """Leave each replica its rows of every parameter: fp32 masters of those that train, frozen ones as they are.
 
+    The decoder was made on the host; its device never holds more than the shares and one layer.
+
     Layers are gathered in the decoder's dtype as they are needed; gradients are summed in fp32 as they arise. What is
     at both ends of the decoder is whole from a step's first use to its last. Without `weights` everything is.
     """
@@ -38,7 +40,7 @@ def share_out(decoder: Decoder, *, weights: bool) -> None:
     policy = MixedPrecisionPolicy(decoder.dtype, torch.float32, cast_forward_inputs=False)
     placements = {name: placement_of(parameter) for name, parameter in decoder.named_parameters()}
     for prefix, unit in _units(decoder):
-        _widen(unit)
+        _put(unit, decoder.device)
         fully_shard(unit, mesh=replicas, mp_policy=policy, reshard_after_forward=weights and unit is not decoder)
         assert isinstance(unit, FSDPModule)
         # Loss and gradients are of the global batch already: sums, not means. Gloo knows no scaled sum.
@@ -62,10 +64,12 @@ def _units(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
     yield "", decoder
 
 
-def _widen(unit: nn.Module) -> None:
+def _put(unit: nn.Module, device: torch.device) -> None:
+    """On the device what is not shared out yet, and what trains in fp32."""
     for parameter in unit.parameters():
-        if parameter.requires_grad and not isinstance(parameter, DTensor):
-            parameter.data = parameter.data.float()
+        if not isinstance(parameter, DTensor):
+            dtype = torch.float32 if parameter.requires_grad else parameter.dtype
+            parameter.data = parameter.data.to(device, dtype)
 
 
 def _place(unit: nn.Module, prefix: str, placements: dict[str, Placement]) -> None:

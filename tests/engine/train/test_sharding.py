@@ -418,3 +418,15 @@ def test_what_cannot_be_shared_by_itself_is_refused(stricter: str, weaker: str) 
 def test_shared_gradients_and_a_pipeline_do_not_go_together_yet() -> None:
     with pytest.raises(ValidationError, match="not available with pipeline=2; leave it and shard_weights out"):
         Parallel(data=2, pipeline=2, shard_gradients=True)
+
+
+def where_it_is_made() -> tuple[set[str], str]:
+    mesh = build(Parallel(data=2, shard_weights=True))
+    mesh.device = torch.device("meta")
+    model = Decoder(nets.shape(), mesh)
+    mesh.close()
+    return {parameter.device.type for parameter in model.parameters()}, model.device.type
+
+
+def test_what_is_to_be_shared_out_is_made_on_the_host(world2: World) -> None:
+    assert world2.run(where_it_is_made) == [({"cpu"}, "meta")] * 2
