@@ -189,10 +189,10 @@ def publish(path: Path) -> None:
 
 
 def prune(folder: Path, *, keep: int) -> None:
-    """Remove all but the `keep` checkpoints published last."""
-    published = sorted(folder.glob("step-*"), key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
-    for path in published[:-keep]:
-        remove(path)
+    """Remove all but the `keep` checkpoints published last. What somebody else put there is none."""
+    manifests = [path for path in folder.glob(f"step-*/{MANIFEST}") if path.is_file()]
+    for manifest in sorted(manifests, key=lambda path: path.stat().st_mtime_ns)[:-keep]:
+        remove(manifest.parent)
 
 
 def remove(path: Path) -> None:

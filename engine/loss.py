@@ -19,9 +19,7 @@ from engine.batch import IGNORE, Batch
 from engine.cached import ELEMENTS, add_wide, scaled
 from engine.comm import TensorAxis, max_over, start_gather_tokens, start_sum_parts, sum_over
 from engine.placement import Placement, placement_of
-
-CHUNK_LOGITS = 2**24
-"""Logits that exist at once, in elements: 32 MiB in bf16."""
+from engine.plan.memory import CHUNK_LOGITS
 
 
 @dataclass(frozen=True)

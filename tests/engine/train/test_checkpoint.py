@@ -155,6 +155,13 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
+def test_a_folder_that_somebody_put_among_the_checkpoints_stays_and_ends_no_run(tmp_path):
+    (tmp_path / "step-of-mine").mkdir()
+    for step in (1, 2):
+        save_alone(tmp_path, step, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-of-mine"]
+
+
 def test_what_a_killed_run_left_goes_with_the_next_save(tmp_path):
     for left in (".step-00000001.unfinished", ".step-00000002.going"):
         (tmp_path / left).mkdir()
