@@ -26,11 +26,12 @@ from engine.context import ContextAxis
 from engine.dropout import Draw, Dropout
 from engine.ledger import Ledger
 from engine.linear import ColumnLinear, PositionEmbedding, VocabEmbedding
-from engine.loss import CHUNK_LOGITS, LossParts, vocab_loss
+from engine.loss import LossParts, vocab_loss
 from engine.mesh import ENDS, Mesh, alone
 from engine.mlp import MLP
 from engine.norm import NORMS
 from engine.placement import place, placement_of
+from engine.plan.memory import CHUNK_LOGITS
 from engine.plan.stages import Stage, chunks
 from engine.rope import Rope
 
