@@ -23,6 +23,7 @@ from engine.config import (
     Export,
     Lora,
     ModelShape,
+    Operation,
     Parallel,
     Recompute,
     RunConfig,
@@ -96,7 +97,7 @@ def resolve(
     lora = _lora(spec, shape)
     seq_len = _seq_len(spec, shape)
     precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
-    recompute = _recompute(spec)
+    recompute = _recompute(spec, shape)
     choice = _Choice(spec, shape, lora, seq_len, precision, recompute, cluster)
     parallel = choice.parallel()
     global_batch, micro_batch = choice.batch(parallel)
@@ -262,9 +263,16 @@ def _ending(file: FileFacts) -> str:
     return ".txt" if file.is_plain_text else ".jsonl"
 
 
-def _recompute(spec: JobSpec) -> Recompute:
+def _recompute(spec: JobSpec, shape: ModelShape) -> Recompute:
+    """As asked for; else what costs no matrix product, and the core only where it keeps whole scores."""
     if spec.recompute == "auto":
-        return Recompute()
+        operations: list[Operation] = ["norm", "activation"]
+        if shape.hidden_dropout or shape.attention_dropout:
+            operations.append("dropout")
+        if shape.attention_dropout:
+            # Otherwise it is one kernel that keeps four bytes for each head and token.
+            operations.append("attention_core")
+        return Recompute(operations=tuple(operations))
     try:
         return Recompute.model_validate(spec.recompute.model_dump())
     except ValidationError as error:

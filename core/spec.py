@@ -311,7 +311,9 @@ class JobSpec(Ask):
     parallel: Literal["auto"] | ParallelAsk = "auto"
     """Ranks of each axis. auto: as little tensor parallelism as memory allows, the rest as replicas."""
     recompute: Literal["auto"] | RecomputeAsk = "auto"
-    """Activations that are dropped after the forward pass and computed again for the backward pass. auto: selective."""
+    """Activations that are dropped after the forward pass and computed again for the backward pass. auto: norms, the
+    activation and dropout, which cost no matrix product; the attention core too where its probabilities are dropped,
+    for then it would keep all scores."""
     resources: ResourcesAsk = ResourcesAsk()
     artifacts: ArtifactsAsk = ArtifactsAsk()
 

@@ -480,7 +480,15 @@ def test_recomputation_is_asked_for_by_operation_or_by_budget() -> None:
     # A row of 128 tokens of this model takes less than a MiB.
     roomy = resolved(FINETUNE, recompute={"mode": "budget", "budget_gib": 1})
     assert (roomy.run.recompute.budget_gib, roomy.plan["recomputed"]) == (1.0, [])
-    assert resolved(FINETUNE).plan["recomputed"] == ["attention_core"]
+
+
+def test_what_is_recomputed_by_itself_costs_no_matrix_product_unless_scores_would_be_kept() -> None:
+    assert resolved(FINETUNE).plan["recomputed"] == ["norm", "activation"]
+    gpt = {"architecture": "gpt2", "hidden_dropout": 0.1}
+    scratch = SCRATCH | {"model": SCRATCH["model"] | gpt}
+    assert resolved(scratch).plan["recomputed"] == ["norm", "activation", "dropout"]
+    scratch = SCRATCH | {"model": SCRATCH["model"] | gpt | {"attention_dropout": 0.1}}
+    assert set(resolved(scratch).plan["recomputed"]) == {"norm", "activation", "dropout", "attention_core"}
 
 
 @pytest.mark.parametrize(
