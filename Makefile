@@ -51,7 +51,7 @@ serve: install ## All of it on this machine, in the foreground
 test: dev ## Everything, against real Valkey, PostgreSQL, Celery and ranks. ARGS=… goes to pytest
 	$(PYTEST) $(ARGS)
 
-bench: dev ## Training steps a second beside a plain transformers loop; about 5 minutes of an idle machine
+bench: dev ## Training steps a second beside a plain transformers loop; about 4 minutes of an idle machine
 	$(BIN)/python -m benchmarks.train_speed $(ARGS)
 
 check: dev ## Lint, format and types

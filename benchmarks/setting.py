@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,14 @@ SIZES = {
 """tiny: for tests only. S: 15 million parameters. M: 125 million."""
 
 
-def lay_out(folder: Path, size: Size, *, steps: int, recompute: str = "none") -> RunConfig:
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "auto": {"mode": "selective", "operations": ["norm", "activation"]},
+    **{mode: {"mode": mode} for mode in ("none", "selective", "full")},
+}
+"""What the engine may be told to compute again; "auto" is what the service picks for a llama."""
+
+
+def lay_out(folder: Path, size: Size, *, steps: int, recompute: str = "auto") -> RunConfig:
     """Write a run of at least `steps` steps into `folder`: `run.json`, the weights to start from, and the text."""
     folder.mkdir(parents=True, exist_ok=True)
     decoder = Decoder(size.shape, mesh.alone(torch.device("cpu")), seed=SEED)
@@ -69,7 +77,7 @@ def lay_out(folder: Path, size: Size, *, steps: int, recompute: str = "none") ->
                 "steps": steps + 1, "global_batch": size.rows, "micro_batch": size.rows, "lr": 1e-4,
                 "schedule": "constant", "warmup": 0, "precision": "bf16", "seed": SEED,
             },
-            "recompute": {"mode": recompute},
+            "recompute": RECOMPUTE[recompute],
         }
     )  # fmt: skip
     # What is not set is left to the reader: another checkout may not know all that there is.

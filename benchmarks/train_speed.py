@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks.setting import SIZES, Size, lay_out
+from benchmarks.setting import RECOMPUTE, SIZES, Size, lay_out
 from benchmarks.turns import Contestant
 from engine.launch import cores, environment
 
@@ -57,7 +57,7 @@ class Result:
 
 
 def measure(
-    size: Size, *, rounds: int, threads: int, others: Sequence[Path] = (), recompute: str = "none"
+    size: Size, *, rounds: int, threads: int, others: Sequence[Path] = (), recompute: str = "auto"
 ) -> list[Result]:
     """Let the peer, the engine of this checkout and those of `others` take `rounds` turns each after a first one.
 
@@ -153,9 +153,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, help="turns that each has after its first; at least 2")
     parser.add_argument("--threads", type=int, default=cores(), help="of each contestant; default: one a core")
-    parser.add_argument(
-        "--recompute", choices=["none", "selective", "full"], default="none", help="what the engine does"
-    )
+    parser.add_argument("--recompute", choices=list(RECOMPUTE), default="auto", help="what the engine computes again")
     parser.add_argument("--beside", type=Path, action="append", default=[], metavar="FOLDER",
                         help="another checkout, whose engine takes turns too")  # fmt: skip
     parser.add_argument("--out", type=Path, help="file to write; default: benchmarks/results/train_speed.json")
