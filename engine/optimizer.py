@@ -235,13 +235,7 @@ class Optimizer:
             if run.kind.copy > 0:
                 continue
             total += square_sum(self.gradients_S[run.within(self.own)])
-        with self.mesh.exchange():
-            if (model := self.mesh.group("model")) is not None:
-                dist.all_reduce(total, group=model)
-            if self.shards > 1:
-                dist.all_reduce(total, group=self.group)
-            # Here a host that is ahead of its device waits for it, and so for the other ranks.
-            return float(total.sqrt())
+        return norm_over(self.mesh, total, "model", *(["replicas"] if self.shards > 1 else []))
 
     def update(self, *, lr: float, norm: float) -> None:
         """Clip by `norm`, which `sum_gradients` found, update this rank's share, and give every rank the weights."""
@@ -293,6 +287,16 @@ class Optimizer:
     def _keeps(self, kind: Kind) -> bool:
         """Whether this rank is the one to save a share of `kind`, which others may hold as well."""
         return kind.copy == 0 and (self.shards > 1 or self.mesh.rank("replicas") == 0)
+
+
+def norm_over(mesh: Mesh, squares: Tensor, *groups: str) -> float:
+    """The root of each rank's sum of squares, an fp64 scalar, added up over the groups one after another, in place."""
+    with mesh.exchange():
+        for name in groups:
+            if (group := mesh.group(name)) is not None:
+                dist.all_reduce(squares, group=group)
+        # Here a host that is ahead of its device waits for it, and so for the other ranks.
+        return float(squares.sqrt())
 
 
 def square_sum(x_N: Tensor) -> Tensor:

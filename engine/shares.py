@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from engine.config import Training
 from engine.gather import merged
 from engine.model import Decoder
-from engine.optimizer import Held, Piece, kind_of, move, square_sum
+from engine.optimizer import Held, Piece, kind_of, move, norm_over, square_sum
 from engine.pieces import Rectangle, globally, without_padding
 from engine.placement import placement_of
 
@@ -81,11 +81,7 @@ class ShareOptimizer:
         for share, gradient in zip(self.slots, self._gradients, strict=True):
             if share.kind.copy == 0:
                 total += square_sum(gradient.flatten())
-        with self.mesh.exchange():
-            for name in ("model", "replicas"):
-                if (group := self.mesh.group(name)) is not None:
-                    dist.all_reduce(total, group=group)
-            return float(total.sqrt())
+        return norm_over(self.mesh, total, "model", "replicas")
 
     @torch.no_grad()
     def update(self, *, lr: float, norm: float) -> None:
@@ -120,8 +116,7 @@ class ShareOptimizer:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for share in self.slots:
             total += square_sum(_taken(share).flatten())
-        dist.all_reduce(total, group=self.mesh.group("replicas"))
-        return float(total.sqrt())
+        return norm_over(self.mesh, total, "replicas")
 
     @torch.no_grad()
     def restart(self, weights: Mapping[str, Tensor]) -> None:
