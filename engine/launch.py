@@ -160,20 +160,13 @@ def clear(run_dir: Path) -> None:
 def start(run_file: Path, *, ranks: int, threads: int | None, rendezvous: Path, command: Sequence[str]) -> list[Rank]:
     """Start every rank in the run directory, with its number, its threads and its log."""
     crew = []
-    shared = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "OMP_NUM_THREADS": str(threads or max(1, cores() // ranks)),
-        RENDEZVOUS: rendezvous.as_uri(),
-    }
     at_birth = die_with(os.getpid())
     for number in range(ranks):
-        own = {"RANK": str(number), "LOCAL_RANK": str(number)}
         with (run_file.parent / "logs" / f"rank-{number}.log").open("wb") as output:
             process = subprocess.Popen(
                 [*command, str(run_file)],
                 cwd=run_file.parent,
-                env=environment(os.environ) | shared | own,
+                env=environment_of(number, ranks=ranks, threads=threads, rendezvous=rendezvous),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -182,6 +175,18 @@ def start(run_file: Path, *, ranks: int, threads: int | None, rendezvous: Path, 
         crew.append(Rank(number, process))
     log.info("ranks started: %s", " ".join(str(rank.process.pid) for rank in crew))
     return crew
+
+
+def environment_of(number: int, *, ranks: int, threads: int | None, rendezvous: Path) -> dict[str, str]:
+    """All variables of one rank of `ranks` on this host; `threads` None gives each its share of the cores."""
+    return environment(os.environ) | {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": str(threads or max(1, cores() // ranks)),
+        RENDEZVOUS: rendezvous.as_uri(),
+    }
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
