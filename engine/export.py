@@ -14,12 +14,11 @@ import torch
 from engine import families, lora, weights
 from engine.checkpoint import MANIFEST, sha256_of
 from engine.config import RunConfig
-from engine.model import Decoder
+from engine.model import DTYPES, Decoder
 from engine.together import together
 from engine.tokenizer import Tokenizer
 
 FOLDER = "export"
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float16: "float16"}
 """As `config.json` spells them."""
 

@@ -23,11 +23,10 @@ from engine.batch import Batch
 from engine.config import ModelShape, Operation, RunConfig
 from engine.mesh import Mesh, build
 from engine.meter import SHARED, Meter
-from engine.model import Decoder
+from engine.model import DTYPES, Decoder
 from engine.plan import budget
 from engine.plan.recompute import OPERATIONS, Setting, Worth, cost, worth
-from engine.standing import RENDEZVOUS, standing
-from engine.trainer import DTYPES
+from engine.standing import standing
 
 
 @dataclass(frozen=True)
@@ -153,16 +152,12 @@ def start(run_file: Path, *, ranks: int, as_json: bool) -> int:
     """Start every rank on this host and wait for them; rank 0 says what all found. None outlives one that fails."""
     command = [sys.executable, "-m", "engine", "measure", str(run_file.absolute()), *(["--json"] if as_json else [])]
     with tempfile.TemporaryDirectory(prefix="measure-") as meeting:
-        shared = {
-            "WORLD_SIZE": str(ranks),
-            "OMP_NUM_THREADS": str(max(1, launch.cores() // ranks)),
-            RENDEZVOUS: (Path(meeting) / "rendezvous").as_uri(),
-        }
+        rendezvous = Path(meeting) / "rendezvous"
         at_birth = launch.die_with(os.getpid())
         crew = [
             subprocess.Popen(
                 command,
-                env=launch.environment(os.environ) | shared | {"RANK": str(number), "LOCAL_RANK": str(number)},
+                env=launch.environment_of(number, ranks=ranks, threads=None, rendezvous=rendezvous),
                 stdin=subprocess.DEVNULL,
                 preexec_fn=at_birth,
             )

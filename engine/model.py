@@ -35,6 +35,9 @@ from engine.plan.memory import CHUNK_LOGITS
 from engine.plan.stages import Stage, chunks
 from engine.rope import Rope
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""By the names that a run has for them."""
+
 
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""

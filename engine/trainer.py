@@ -30,7 +30,7 @@ from engine.events import CheckpointSaved, ErrorCode, Evaluated, Event, Finished
 from engine.export import export
 from engine.failure import RunFailure
 from engine.mesh import Mesh, build
-from engine.model import Decoder, whole_shapes
+from engine.model import DTYPES, Decoder, whole_shapes
 from engine.optimizer import AnyOptimizer, Optimizer
 from engine.passes import Passes
 from engine.plan import budget
@@ -46,7 +46,6 @@ from engine.whereabouts import Whereabouts
 
 Emit = Callable[[Event], None]
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHECKPOINTS = "checkpoints"
 PATIENCE = timedelta(days=1)
 """How long ranks wait for one another: one tokenises for all, and their launcher ends those whose peer is gone."""
