@@ -199,7 +199,9 @@ class TrainingAsk(Ask):
     """Newest checkpoints kept."""
     non_finite: Literal["stop", "skip", "roll_back"] = "stop"
     """What follows a loss or a gradient that is not finite. stop: the job fails, naming the lines of data; skip: the
-    step makes no update; roll_back: training goes back to the last checkpoint and leaves out the rows since."""
+    step makes no update; roll_back: training goes back to the last checkpoint and leaves out the rows since. Of a
+    validation that comes out so, skip and roll_back name the lines in a warning and go on without its loss; where all
+    of its rows do, the weights are to blame: then skip stops too, and roll_back goes back."""
     max_recoveries: Whole = Field(3, ge=1)
     """Times that it may skip or roll back before it stops."""
 

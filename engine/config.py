@@ -538,7 +538,11 @@ class Training(Part):
     non_finite: Literal["stop", "skip", "roll_back"] = "stop"
     """What follows a loss or a gradient that is not finite. stop: the run fails, naming the rows; skip: the step makes
     no update; roll_back: the run goes back to its last checkpoint, or to its start, and leaves out the rows since
-    (Chowdhery et al. 2022, section 5.1)."""
+    (Chowdhery et al. 2022, section 5.1).
+
+    A validation makes no update. Where some of its rows have such a loss, stop fails the run, and skip and roll_back
+    warn, naming the rows, and go on without a validation loss. Where all of several have, the weights are broken: skip
+    fails as stop does, and roll_back goes back."""
     max_recoveries: int = Field(3, ge=1)
     """Times that a run may skip or roll back before it stops."""
     check_replicas_every: int | None = Field(100, ge=1)

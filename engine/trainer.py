@@ -22,7 +22,7 @@ from engine import checkpoint, lora, weights
 from engine.batch import Batch
 from engine.checkpoint import Facts
 from engine.config import RunConfig, Training
-from engine.culprits import NonFinite, non_finite
+from engine.culprits import NonFinite, in_step, in_validation
 from engine.data.format import InvalidData
 from engine.data.loader import Loader
 from engine.data.prepare import Prepared, load_tokenizer, open_prepared, prepare, tokenizer_for
@@ -204,26 +204,20 @@ class Work:
         self.step, self.tokens, self.wish.safe_step = facts.step, facts.tokens, facts.step
         self.loader.go_on(step=facts.step, rows=facts.rows)
         if facts.seed != self.run.training.seed:
-            self.emit(
-                Log(
-                    level="warning",
-                    message=f"training.seed is {self.run.training.seed}, and was {facts.seed} before the checkpoint: "
-                    "rows come in another order from here on",
-                )
+            self.warn(
+                f"training.seed is {self.run.training.seed}, and was {facts.seed} before the checkpoint: "
+                "rows come in another order from here on"
             )
 
     def announce(self) -> None:
         """Emit what is about to be trained."""
         for note in self.prepared.notes:
-            self.emit(Log(level="warning", message=note))
+            self.warn(note)
         train, validation = self.prepared.train, self.prepared.validation
         if len(train) < self.run.training.global_batch:
-            self.emit(
-                Log(
-                    level="warning",
-                    message=f"there are {len(train)} training rows, so a step has {len(train)} rows and not "
-                    f"training.global_batch={self.run.training.global_batch}",
-                )
+            self.warn(
+                f"there are {len(train)} training rows, so a step has {len(train)} rows and not "
+                f"training.global_batch={self.run.training.global_batch}"
             )
         trainable = count(self.optimizer.shapes)
         frozen = count(whole_shapes(self.decoder.shape)) if self.run.lora is not None else 0
@@ -261,8 +255,8 @@ class Work:
             except NonFinite as trouble:
                 if not self.recover(trouble):
                     continue
-            if is_due(self.step, training.eval_every, self.total_steps):
-                self.validate()
+            if is_due(self.step, training.eval_every, self.total_steps) and not self.validate():
+                continue
             if is_due(self.step, training.checkpoint_every, self.total_steps):
                 self.save()
             elif is_due(self.step, training.check_replicas_every, self.total_steps):
@@ -300,7 +294,7 @@ class Work:
         loss, *times = self._over_ranks(loss_sum[None], list(spent.values()))
         loss = loss / max(1, agreed.labels)
         if not (isfinite(loss) and isfinite(norm)):
-            raise non_finite(
+            raise in_step(
                 self.step,
                 loss=loss,
                 norm=norm,
@@ -328,23 +322,48 @@ class Work:
 
     def recover(self, trouble: NonFinite) -> bool:
         """Do as the run says about a step without an update; whether it counts as taken. Raises `trouble` to stop."""
-        training = self.run.training
-        self.recoveries += 1
-        if training.non_finite == "stop" or self.recoveries > training.max_recoveries:
+        policy = self.run.training.non_finite
+        if policy == "stop":
             raise trouble
-        rows = self.loader.taken(self.step + 1)
-        if training.non_finite == "skip":
-            self.step += 1
-            done = "the step made no update"
-        else:
-            # The one under way counts, on whichever disk: all layouts go back to the same step.
-            self.await_save()
-            self.go_back()
-            self.loader.go_on(step=self.step, rows=rows)
-            done = f"the run went back to step {self.step}, and leaves out the rows since"
-        said = f"{trouble}: {done} (training.non_finite, {self.recoveries} of {training.max_recoveries})"
-        self.emit(Log(level="warning", message=said))
-        return training.non_finite == "skip"
+        if policy == "roll_back":
+            self.roll_back(trouble, rows=self.loader.taken(self.step + 1))
+            return False
+        count = self.count_recovery(trouble)
+        self.step += 1
+        self.warn(f"{trouble}: the step made no update ({count})")
+        return True
+
+    def overlook(self, trouble: NonFinite) -> bool:
+        """Do as the run says about a validation without a loss; False where it went back. Raises `trouble` to stop."""
+        policy = self.run.training.non_finite
+        # An update that broke the weights can't be skipped any more.
+        if policy == "stop" or (policy == "skip" and trouble.weights):
+            raise trouble
+        if trouble.weights:
+            self.roll_back(trouble, rows=self.loader.taken(self.step))
+            return False
+        self.warn(f"{trouble}: there is no validation loss, and training goes on (training.non_finite)")
+        return True
+
+    def roll_back(self, trouble: NonFinite, *, rows: int) -> None:
+        """Go back, and go on with what follows the first `rows` rows."""
+        count = self.count_recovery(trouble)
+        # The one under way counts, on whichever disk: all layouts go back to the same step.
+        self.await_save()
+        self.go_back()
+        self.loader.go_on(step=self.step, rows=rows)
+        self.warn(f"{trouble}: the run went back to step {self.step}, and leaves out the rows since ({count})")
+
+    def count_recovery(self, trouble: NonFinite) -> str:
+        """Once more, in words; raises `trouble` where that is too often."""
+        self.recoveries += 1
+        most = self.run.training.max_recoveries
+        if self.recoveries > most:
+            raise trouble
+        return f"training.non_finite, {self.recoveries} of {most}"
+
+    def warn(self, message: str) -> None:
+        self.emit(Log(level="warning", message=message))
 
     def go_back(self) -> None:
         """To the last checkpoint; where there is none yet, to the beginning."""
@@ -356,21 +375,31 @@ class Work:
             facts = checkpoint.load(self.newest, self.optimizer, base=self.base)
             self.step, self.tokens = facts.step, facts.tokens
 
-    def validate(self) -> None:
-        """Emit the loss over all validation rows, where there are any."""
-        if self.prepared.validation is not None:
+    def validate(self) -> bool:
+        """Emit the loss over all validation rows, where there are any; False where the run went back instead."""
+        if self.prepared.validation is None:
+            return True
+        try:
             with self.stopwatch.span("evaluation"):
                 self._validate()
+        except NonFinite as trouble:
+            return self.overlook(trouble)
+        return True
 
     def _validate(self) -> None:
         loader = self._loader(validation=True)
         self.decoder.eval()
-        sums = self.passes.evaluate(loader.sweep())
-        self.decoder.train()
-        loss_sum, labels, correct = self._over_ranks(sums)
+        loss_sum, labels, correct = self._over_ranks(self.passes.evaluate(loader.sweep()))
         labels = max(1, int(labels))
-        if not isfinite(loss := loss_sum / labels):
-            raise NonFinite(self.step, f"the validation loss is {loss}")
+        loss = loss_sum / labels
+        trouble = None
+        if not isfinite(loss):
+            held_out = self.run.data.validation
+            files = (held_out,) if isinstance(held_out, Path) else self.run.data.train
+            trouble = in_validation(self.step, loss=loss, loader=loader, files=files, passes=self.passes)
+        self.decoder.train()
+        if trouble is not None:
+            raise trouble
         self.emit(Evaluated(step=self.step, loss=loss, token_accuracy=correct / labels, tokens=labels))
 
     def save(self) -> None:

@@ -1,6 +1,7 @@
 """A loss or gradient that is not finite: which lines it comes from, and how a run goes on without them."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,12 +53,16 @@ def base(tmp_path_factory):
     return folder / "export" / "model"
 
 
-def ready(folder, base, run):
+def ready(folder, base, run, *, bad="train"):
     folder.mkdir()
     runs.write(folder, run)
     (folder / "base").symlink_to(base)
-    lines = [{"prompt": f"{n}{BYTE if n == BAD else ''}?", "completion": " yes" * (n % 3 + 1)} for n in range(1, 10)]
-    (folder / "data" / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name in ("train", "validation"):
+        lines = [
+            {"prompt": f"{n}{BYTE if n == BAD and name == bad else ''}?", "completion": " yes" * (n % 3 + 1)}
+            for n in range(1, LINES + 1)
+        ]
+        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def tried(folder, run):
@@ -70,8 +75,8 @@ def tried(folder, run):
     return runs.losses(seen), [event.message for event in seen if event.type == "log"], said
 
 
-def on(world2, folder, base, run):
-    ready(folder, base, run)
+def on(world2, folder, base, run, *, bad="train"):
+    ready(folder, base, run, bad=bad)
     if run.parallel.ranks == 1:
         return tried(folder, run)
     first, second = world2.run(tried, folder, run)
@@ -130,6 +135,55 @@ def test_after_so_many_times_the_run_stops_all_the_same(tmp_path, base):
     # The bad line comes once in an epoch of nine rows; in the third of them the run stops.
     place = 2 * LINES + shuffled(LINES, SEED, 2).tolist().index(BAD - 1)
     assert len(losses) == place // 4 - 2
+
+
+def with_validation(**changes):
+    run = config(**changes)
+    return run.model_copy(
+        update={
+            "data": run.data.model_copy(update={"validation": Path("data/validation.jsonl")}),
+            "training": run.training.model_copy(update={"eval_every": 1}),
+        }
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_validation_that_stops_the_run_names_the_line_of_its_data(world2, tmp_path, base, layout):
+    run = with_validation(parallel=LAYOUTS[layout])
+    losses, _, said = on(world2, tmp_path / "run", base, run, bad="validation")
+    assert len(losses) == 1
+    assert said == f"the validation loss is nan at step 1; it comes from data/validation.jsonl line {BAD}"
+
+
+@pytest.mark.parametrize("layout", ["one", "data-weights"])
+@pytest.mark.parametrize("policy", ["skip", "roll_back"])
+def test_bad_validation_data_cost_the_validation_loss_and_nothing_else(world2, tmp_path, base, policy, layout):
+    # More validations than recoveries.
+    training = {"non_finite": policy, "max_recoveries": 1, "steps": 3}
+    run = with_validation(training=training, parallel=LAYOUTS[layout])
+    losses, warned, said = on(world2, tmp_path / "run", base, run, bad="validation")
+    assert said is None
+    undisturbed = config(training=training, parallel=LAYOUTS[layout])
+    assert (losses, [], None) == on(world2, tmp_path / "undisturbed", base, undisturbed, bad="nowhere")
+    assert warned == [
+        f"the validation loss is nan at step {step}; it comes from data/validation.jsonl line {BAD}: "
+        "there is no validation loss, and training goes on (training.non_finite)"
+        for step in (1, 2, 3)
+    ]
+
+
+def test_weights_that_a_validation_finds_broken_are_gone_back_from_before_they_are_saved(tmp_path, base, monkeypatch):
+    rates = iter([1e-3, 1e38])
+    monkeypatch.setattr(trainer, "learning_rate", lambda *_, **__: next(rates, 1e-3))
+    training = {"non_finite": "roll_back", "checkpoint_every": 1, "steps": 3}
+    run = with_validation(training=training)
+    losses, (warning,), said = on(None, tmp_path / "run", base, run, bad="nowhere")
+    assert said is None
+    assert len(losses) == 4
+    assert warning == (
+        "the validation loss is nan at step 2; each of its 9 rows gives it, so it is the weights and not the data: "
+        "the run went back to step 1, and leaves out the rows since (training.non_finite, 1 of 3)"
+    )
 
 
 class Exploding(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -308,12 +309,15 @@ def test_a_loss_that_is_not_finite_fails_naming_the_step(tmp_path, signals):
     assert "training.lr" in event.hint
 
 
-def test_a_validation_loss_that_is_not_finite_fails_as_the_loss_would(tmp_path, signals):
-    run = {"training": {"steps": 1, "lr": 1e38, "warmup": 0, "clip": None}, "data": {"validation": 0.2}}
-    runs.write(tmp_path, runs.config(**run))
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_weights_that_a_validation_finds_broken_fail_the_run_naming_them(tmp_path, signals, policy):
+    broken = {"steps": 1, "lr": 1e38, "warmup": 0, "clip": None, "non_finite": policy}
+    runs.write(tmp_path, runs.config(training=broken, data={"validation": 0.2}))
     event = failed(tmp_path)
     assert event.code == "non_finite_loss"
-    assert event.message == "the validation loss is nan at step 1"
+    said = r"the validation loss is nan at step 1; each of its \d+ rows gives it, so it is the weights and not the data"
+    assert re.fullmatch(said, event.message)
+    assert "training.lr" in event.hint
 
 
 def test_a_data_file_that_is_not_there_fails_naming_it(tmp_path, signals):
