@@ -1,4 +1,4 @@
-"""A world of ranks that stays up and runs one test case after another, so that torch is imported and met once.
+"""Worlds of ranks that stay up and run one test case after another; torch is imported once for all of them.
 
 A case is a function at a module's top level; each rank calls it with the same arguments, and `run` returns each answer.
 """
@@ -12,13 +12,17 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from unittest.mock import patch
 
+PRELOADED = ["torch", "torch.distributed", "engine.trainer"]
+"""Two seconds of a core to import: so that it is done once, in a process all ranks are forked from. That of the
+tests would not do, as it has threads."""
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 """A rank that waits longer for the others raises."""
 
@@ -68,7 +72,10 @@ class World:
         self._processes, self._pipes, self._meeting = [], [], None
 
     def _start(self) -> None:
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+            forkserver.ensure_running()
         self._meeting = tempfile.TemporaryDirectory(prefix="world-")
         address = (Path(self._meeting.name) / "rendezvous").as_uri()
         for rank in range(self.ranks):

@@ -83,3 +83,10 @@ def adapter_saved(folder: Path, base: Path, parallel: Parallel) -> tuple[dict[st
     same = all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     grid.close()
     return merged, same
+
+
+def logits_of(changes: dict[str, Any]) -> Tensor:
+    grid = nets.grid(sequence=False)
+    logits = nets.decoder(nets.shape(**changes), grid=grid).logits(nets.batch().tokens_BT)
+    grid.close()
+    return logits

@@ -166,16 +166,9 @@ def test_slopes_are_those_of_the_paper_whoever_has_the_heads(heads: int, exponen
         assert torch.cat(shares).tolist() == expected
 
 
-def logits_of_all(changes: dict[str, Any]) -> Tensor:
-    grid = nets.grid(sequence=False)
-    logits = nets.decoder(nets.shape(**changes), grid=grid).logits(nets.batch().tokens_BT)
-    grid.close()
-    return logits
-
-
 def test_twelve_heads_have_the_same_logits_on_one_two_and_four_ranks(world2: World, world4: World) -> None:
     changes = {"architecture": "bloom", "num_heads": 12, "num_kv_heads": 12, "head_dim": 4, "hidden_size": 48}
     changes |= {"ffn_hidden_size": 192}
     expected = nets.decoder(nets.shape(**changes)).logits(nets.batch().tokens_BT)
-    for logits in world2.run(logits_of_all, changes) + world4.run(logits_of_all, changes):
+    for logits in world2.run(ranks.logits_of, changes) + world4.run(ranks.logits_of, changes):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
