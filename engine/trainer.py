@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import isfinite, prod
@@ -18,29 +17,27 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import checkpoint, lora, weights
+from engine import checkpoint
 from engine.batch import Batch
 from engine.checkpoint import Facts
-from engine.config import RunConfig, Training
+from engine.config import RunConfig
 from engine.culprits import NonFinite, in_step, in_validation
-from engine.data.format import InvalidData
 from engine.data.loader import Loader
-from engine.data.prepare import Prepared, load_tokenizer, open_prepared, prepare, tokenizer_for
-from engine.events import CheckpointSaved, ErrorCode, Evaluated, Event, Finished, Log, Started, Step, Stopped
+from engine.data.prepare import Prepared
+from engine.events import CheckpointSaved, Evaluated, Event, Finished, Log, Started, Step, Stopped
 from engine.export import export
-from engine.failure import RunFailure
+from engine.makings import blame, ready_data, ready_model, ready_optimizer
 from engine.mesh import Mesh, build
-from engine.model import DTYPES, Decoder, whole_shapes
-from engine.optimizer import AnyOptimizer, Optimizer
+from engine.model import Decoder, whole_shapes
 from engine.passes import Passes
 from engine.plan import budget
 from engine.progress import Reporter
 from engine.rates import speeds
+from engine.recovery import overlook, recover
 from engine.replicas import Replicas
 from engine.saving import Saved, Saver, Stage
 from engine.schedule import learning_rate
 from engine.stop import StopWish
-from engine.together import together
 from engine.tokenizer import Tokenizer
 from engine.whereabouts import Whereabouts
 
@@ -80,58 +77,6 @@ def train(run: RunConfig, run_dir: Path, emit: Emit, wish: StopWish, whereabouts
         wish.note()
         emit(Finished(step=work.step, tokens=work.tokens))
     mesh.close()
-
-
-def ready_data(run: RunConfig, run_dir: Path, mesh: Mesh, report: Reporter) -> tuple[Tokenizer, Prepared]:
-    """Tokenizer and rows: rank 0 makes them, and all open them."""
-    with together(mesh):
-        if mesh.world_rank == 0:
-            with blame("invalid_model"):
-                tokenizer = tokenizer_for(run, run_dir, report)
-            with blame("invalid_data"):
-                prepare(run, run_dir, tokenizer, report)
-    return load_tokenizer(run_dir), open_prepared(run_dir)
-
-
-def ready_model(run: RunConfig, run_dir: Path, mesh: Mesh, tokenizer: Tokenizer) -> Decoder:
-    """The model to train: of random weights, or of the base's, with adapters where the run asks for them."""
-    base = None if run.base is None else run_dir / run.base
-    shape = run.model if base is None else weights.read_shape(base)
-    assert shape is not None
-    if base is not None:
-        run.check_shape(shape)
-    if tokenizer.vocab_size > shape.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} entries and the model's vocab_size is {shape.vocab_size}; "
-            f"use a tokenizer of at most {shape.vocab_size}"
-        )
-    seed = run.training.seed
-    decoder = Decoder(
-        shape,
-        mesh,
-        recompute=budget.replayed(run, shape, rank=mesh.rank("pipeline")),
-        dtype=DTYPES[run.training.precision],
-        seed=seed if base is None else None,
-    )
-    decoder.dropout_seed = seed
-    if base is not None:
-        weights.load(decoder, base)
-    if run.lora is not None:
-        lora.adapt(decoder, run.lora, seed=seed)
-    return decoder.train()
-
-
-def ready_optimizer(decoder: Decoder, training: Training) -> AnyOptimizer:
-    """What updates the decoder; its weights and gradients are shared out as its layout asks, among replicas."""
-    mesh = decoder.mesh
-    if mesh.parallel.is_shared_out:
-        # What these import takes seconds and 50 MB, which other runs need not spend.
-        from engine.sharding import share_out
-        from engine.shares import ShareOptimizer
-
-        share_out(decoder, weights=mesh.parallel.shard_weights)
-        return ShareOptimizer(decoder, training=training)
-    return Optimizer(decoder.named_parameters(), mesh, training=training, shard=mesh.parallel.shard_optimizer)
 
 
 @dataclass(frozen=True)
@@ -253,7 +198,7 @@ class Work:
             try:
                 self.take_step(batches, agreed)
             except NonFinite as trouble:
-                if not self.recover(trouble):
+                if not recover(self, trouble):
                     continue
             if is_due(self.step, training.eval_every, self.total_steps) and not self.validate():
                 continue
@@ -320,60 +265,8 @@ class Work:
             )
         )
 
-    def recover(self, trouble: NonFinite) -> bool:
-        """Do as the run says about a step without an update; whether it counts as taken. Raises `trouble` to stop."""
-        policy = self.run.training.non_finite
-        if policy == "stop":
-            raise trouble
-        if policy == "roll_back":
-            self.roll_back(trouble, rows=self.loader.taken(self.step + 1))
-            return False
-        count = self.count_recovery(trouble)
-        self.step += 1
-        self.warn(f"{trouble}: the step made no update ({count})")
-        return True
-
-    def overlook(self, trouble: NonFinite) -> bool:
-        """Do as the run says about a validation without a loss; False where it went back. Raises `trouble` to stop."""
-        policy = self.run.training.non_finite
-        # An update that broke the weights can't be skipped any more.
-        if policy == "stop" or (policy == "skip" and trouble.weights):
-            raise trouble
-        if trouble.weights:
-            self.roll_back(trouble, rows=self.loader.taken(self.step))
-            return False
-        self.warn(f"{trouble}: there is no validation loss, and training goes on (training.non_finite)")
-        return True
-
-    def roll_back(self, trouble: NonFinite, *, rows: int) -> None:
-        """Go back, and go on with what follows the first `rows` rows."""
-        count = self.count_recovery(trouble)
-        # The one under way counts, on whichever disk: all layouts go back to the same step.
-        self.await_save()
-        self.go_back()
-        self.loader.go_on(step=self.step, rows=rows)
-        self.warn(f"{trouble}: the run went back to step {self.step}, and leaves out the rows since ({count})")
-
-    def count_recovery(self, trouble: NonFinite) -> str:
-        """Once more, in words; raises `trouble` where that is too often."""
-        self.recoveries += 1
-        most = self.run.training.max_recoveries
-        if self.recoveries > most:
-            raise trouble
-        return f"training.non_finite, {self.recoveries} of {most}"
-
     def warn(self, message: str) -> None:
         self.emit(Log(level="warning", message=message))
-
-    def go_back(self) -> None:
-        """To the last checkpoint; where there is none yet, to the beginning."""
-        if self.newest is None:
-            fresh = ready_model(self.run, self.run_dir, self.mesh, self.tokenizer)
-            self.optimizer.restart(dict(fresh.named_parameters()))
-            self.step = self.tokens = 0
-        else:
-            facts = checkpoint.load(self.newest, self.optimizer, base=self.base)
-            self.step, self.tokens = facts.step, facts.tokens
 
     def validate(self) -> bool:
         """Emit the loss over all validation rows, where there are any; False where the run went back instead."""
@@ -383,7 +276,7 @@ class Work:
             with self.stopwatch.span("evaluation"):
                 self._validate()
         except NonFinite as trouble:
-            return self.overlook(trouble)
+            return overlook(self, trouble)
         return True
 
     def _validate(self) -> None:
@@ -453,17 +346,6 @@ class Work:
             if self.run.parallel.ranks > 1:
                 dist.all_reduce(both)
             return both.tolist()
-
-
-@contextmanager
-def blame(code: ErrorCode) -> Iterator[None]:
-    """A bad value met in this block is the run's failure, for the reason `code`."""
-    try:
-        yield
-    except InvalidData:
-        raise
-    except ValueError as error:
-        raise RunFailure(code, str(error)) from error
 
 
 def is_due(step: int, every: int | None, total_steps: int) -> bool:

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.config import Parallel, RunConfig
+from engine.makings import ready_data, ready_model
 from engine.mesh import build
 from engine.model import Decoder
 from engine.optimizer import AnyOptimizer, Optimizer
 from engine.placement import placement_of
 from engine.plan.memory import parameters
 from engine.stop import StopWish
-from engine.trainer import PATIENCE, Reporter, Work, ready_data, ready_model
+from engine.trainer import PATIENCE, Reporter, Work
 from tests.engine.train import runs
 from tests.worlds import World
 

@@ -18,10 +18,10 @@ from engine import checkpoint, gather, weights
 from engine.batch import IGNORE, Batch
 from engine.checkpoint import Facts
 from engine.config import Lora, Parallel, Training
+from engine.makings import ready_optimizer
 from engine.mesh import alone, build
 from engine.model import Decoder
 from engine.optimizer import AnyOptimizer, Optimizer
-from engine.trainer import ready_optimizer
 from tests.engine.net import nets
 from tests.engine.train.toy import save
 from tests.worlds import World

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from engine import rank, tensorfile, trainer
+from engine import makings, rank, tensorfile, trainer
 from engine.checkpoint import BadCheckpoint
 from engine.emit import last_event
 from engine.model import Decoder
@@ -258,10 +258,14 @@ def signals():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("where", ["tokenizer_for", "prepare", "ready_model", "export"])
-def test_sigterm_outside_the_steps_ends_the_run_at_once(tmp_path, monkeypatch, signals, where):
+@pytest.mark.parametrize(
+    ("module", "where"),
+    [(makings, "tokenizer_for"), (makings, "prepare"), (trainer, "ready_model"), (trainer, "export")],
+    ids=lambda where: where if isinstance(where, str) else "",
+)
+def test_sigterm_outside_the_steps_ends_the_run_at_once(tmp_path, monkeypatch, signals, module, where):
     runs.write(tmp_path, runs.config(training={"steps": 2}))
-    monkeypatch.setattr(trainer, where, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(module, where, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     assert rank.main(tmp_path / "run.json") == 0
     step = 2 if where == "export" else 0
     assert (last_event(tmp_path / "events.jsonl").type, last_event(tmp_path / "events.jsonl").step) == ("stopped", step)
@@ -271,7 +275,7 @@ def test_sigterm_outside_the_steps_ends_the_run_at_once(tmp_path, monkeypatch, s
 def test_a_resumed_run_stopped_early_names_the_step_it_can_go_on_from(tmp_path, monkeypatch, signals):
     runs.events_of(tmp_path, runs.config(training={"steps": 2}))
     runs.write(tmp_path, runs.config(training={"steps": 4}, resume="checkpoints/step-00000002"))
-    monkeypatch.setattr(trainer, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(makings, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     assert rank.main(tmp_path / "run.json") == 0
     assert last_event(tmp_path / "events.jsonl").step == 2
 
@@ -285,7 +289,7 @@ def test_a_rank_told_to_stop_again_while_it_says_so_ends_all_the_same(tmp_path, 
         return in_words(event)
 
     runs.write(tmp_path, runs.config(training={"steps": 2}))
-    monkeypatch.setattr(trainer, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(makings, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     monkeypatch.setattr(rank, "in_words", told_again)
     assert rank.main(tmp_path / "run.json") == 0
     assert last_event(tmp_path / "events.jsonl").type == "stopped"
