@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from engine.comm import all_gather_flat
+from engine.mesh import Mesh
 from engine.model import Decoder
 from engine.placement import Placement, place, placement_of
 
@@ -54,7 +54,7 @@ def share_out(decoder: Decoder, *, weights: bool) -> None:
         _place(unit, prefix, placements)
     for method in ("run", "logits"):
         register_fsdp_forward_method(decoder, method)
-    decoder.piece_of = partial(_gathered, group=group, dtype=decoder.dtype)
+    decoder.piece_of = partial(_gathered, mesh=decoder.mesh, dtype=decoder.dtype)
 
 
 def _units(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
@@ -78,15 +78,17 @@ def _place(unit: nn.Module, prefix: str, placements: dict[str, Placement]) -> No
 
 
 @torch.no_grad()
-def _gathered(parameter: nn.Parameter, *, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+def _gathered(parameter: nn.Parameter, *, mesh: Mesh, dtype: torch.dtype) -> Tensor:
     """A rank's piece of a parameter in `dtype`, from the rows that the replicas have; they call it together."""
     if not isinstance(parameter, DTensor):
         # In use, and whole on each of them.
         return parameter.detach()
-    each = -(-parameter.shape[0] // group.size())
+    replicas = mesh.size("replicas")
+    each = -(-parameter.shape[0] // replicas)
     mine = parameter.to_local()
     padded = mine.new_zeros(each, *parameter.shape[1:], dtype=dtype)
     padded[: len(mine)] = mine
-    rows = padded.new_empty(group.size() * each, *parameter.shape[1:])
-    all_gather_flat(rows, padded, group=group)
+    rows = padded.new_empty(replicas * each, *parameter.shape[1:])
+    with mesh.exchange():
+        all_gather_flat(rows, padded, group=mesh.group("replicas"))
     return rows[: parameter.shape[0]]

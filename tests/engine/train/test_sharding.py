@@ -430,3 +430,18 @@ def where_it_is_made() -> tuple[set[str], str]:
 
 def test_what_is_to_be_shared_out_is_made_on_the_host(world2: World) -> None:
     assert world2.run(where_it_is_made) == [({"cpu"}, "meta")] * 2
+
+
+def waiting_for_a_whole_weight() -> list[str]:
+    mesh = build(Parallel(data=2, shard_weights=True))
+    model = Decoder(nets.shape(), mesh)
+    ready_optimizer(model, TRAINING)
+    mesh.stopwatch.lap()
+    model.piece_of(next(model.parameters()))
+    spans = [name for name, *_ in mesh.stopwatch.spans]
+    mesh.close()
+    return spans
+
+
+def test_gathering_a_weight_for_files_counts_as_waiting_for_others(world2: World) -> None:
+    assert world2.run(waiting_for_a_whole_weight) == [["communication"]] * 2
