@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -27,6 +26,9 @@ from engine.model import DTYPES, Decoder
 from engine.plan import budget
 from engine.plan.recompute import OPERATIONS, Setting, Worth, cost, worth
 from engine.standing import standing
+
+MOST_SECONDS = 3600.0
+"""One micro-batch forward is a matter of minutes; a rank that takes longer than that hangs."""
 
 
 @dataclass(frozen=True)
@@ -151,25 +153,29 @@ def _plain(report: Report) -> dict[str, object]:
 def start(run_file: Path, *, ranks: int, as_json: bool) -> int:
     """Start every rank on this host and wait for them; rank 0 says what all found. None outlives one that fails."""
     command = [sys.executable, "-m", "engine", "measure", str(run_file.absolute()), *(["--json"] if as_json else [])]
-    with tempfile.TemporaryDirectory(prefix="measure-") as meeting:
+    with tempfile.TemporaryDirectory(prefix="measure-") as meeting, launch.Watch(None) as watch:
         rendezvous = Path(meeting) / "rendezvous"
         at_birth = launch.die_with(os.getpid())
         crew = [
-            subprocess.Popen(
-                command,
-                env=launch.environment_of(number, ranks=ranks, threads=None, rendezvous=rendezvous),
-                stdin=subprocess.DEVNULL,
-                preexec_fn=at_birth,
+            launch.Rank(
+                number,
+                subprocess.Popen(
+                    command,
+                    env=launch.environment_of(number, ranks=ranks, threads=None, rendezvous=rendezvous),
+                    stdin=subprocess.DEVNULL,
+                    preexec_fn=at_birth,
+                ),
             )
             for number in range(ranks)
         ]
         try:
-            while (codes := [rank.poll() for rank in crew]).count(None) and not any(codes):
-                time.sleep(0.05)
+            watch.leave_within(MOST_SECONDS)
+            while (codes := [rank.process.poll() for rank in crew]).count(None) and not any(codes):
+                if watch.stopping:
+                    break
+                if not watch.wait():
+                    sys.stderr.write(f"the ranks were not done within {MOST_SECONDS:g} seconds\n")
+                    break
         finally:
-            for rank in crew:
-                # One that has ended is not asked again; the others wait for one that is gone.
-                if rank.poll() is None:
-                    rank.kill()
-                rank.wait()
-    return next((code for code in codes if code), 0)
+            launch.kill(crew)
+    return next((code for code in codes if code), int(None in codes))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from engine import measure
+from engine import launch, measure
 from engine.plan.recompute import Setting, cost
 from tests.engine.train import runs
 from tests.worlds import World
@@ -67,6 +70,21 @@ def test_what_can_not_be_measured_is_refused_before_ranks_start(tmp_path: Path, 
     monkeypatch.setattr(measure, "start", lambda *_, **__: pytest.fail("ranks are started"))
     with pytest.raises(ValueError, match="is too little"):
         measure.main(run_file, as_json=False)
+
+
+def test_ranks_that_hang_are_ended_in_words(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    before = psutil.Process().children()
+    monkeypatch.setattr(measure, "MOST_SECONDS", 0.0)
+    assert measure.main(written(tmp_path), as_json=False) == 1
+    assert capsys.readouterr().err == "the ranks were not done within 0 seconds\n"
+    assert psutil.Process().children() == before
+
+
+def test_measuring_ends_where_it_is_told_to_stop(tmp_path: Path, monkeypatch: Any) -> None:
+    before = psutil.Process().children()
+    monkeypatch.setattr(launch.Watch, "wait", lambda *_: os.kill(os.getpid(), signal.SIGTERM) is None)
+    assert measure.main(written(tmp_path), as_json=False) == 1
+    assert psutil.Process().children() == before
 
 
 @pytest.mark.slow
