@@ -34,6 +34,7 @@ from engine.linear import ColumnLinear, RowLinear
 from engine.model import Decoder, generator_of, whole_shapes
 from engine.naming import Stored, joined, module_stored, naming_of, parted
 from engine.placement import Placement, empty_local, place, placement_of
+from engine.together import together
 from engine.weights import Folder, InvalidWeights
 
 TARGETS = {
@@ -153,10 +154,11 @@ def save_adapter(decoder: Decoder, lora: Lora, directory: Path, *, base_name: st
 def load_adapter(decoder: Decoder, directory: Path) -> None:
     """Fill the adapters of an adapted decoder from `peft`'s file, each rank its piece. Every rank calls it together.
 
-    Raises InvalidWeights naming the tensor that is missing, unknown, of another shape, or no adapter of ours.
+    Raises InvalidWeights naming the tensor that is missing, unknown, of another shape, or no adapter of ours; where one
+    rank can't read it, the others raise LostContact.
     """
-    with safe_open(directory / WEIGHTS, framework="pt") as file, torch.no_grad():
-        hosts = list(_hosts(decoder))
+    hosts = list(_hosts(decoder))
+    with together(decoder.mesh), safe_open(directory / WEIGHTS, framework="pt") as file, torch.no_grad():
         known = {f"{host.name}.lora_{side}.weight" for host in hosts for side in "AB"}
         if odd := set(file.keys()) ^ known:
             name = min(odd)

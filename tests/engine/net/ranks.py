@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,25 @@ def adapters_against_one_rank(
     grid.close()
     worst = max(nets.distance(got[name], expected[name]) for name in expected)
     return abs(got_loss / loss - 1), worst, got.keys() == expected.keys(), replicated
+
+
+def adapter_read_where_one_rank_can_not(folder: Path, base: Path, parallel: Parallel) -> str:
+    """Load an adapter, of which rank 1 finds a file that is none; what each rank raises."""
+    grid = mesh.build(parallel)
+    model = nets.adapted(nets.loaded(base, grid=grid))
+    own = folder.with_name(f"rank-{grid.world_rank}")
+    lora.save_adapter(model, nets.LORA, folder, base_name="base")
+    grid.barrier()
+    shutil.copytree(folder, own)
+    if grid.world_rank == 1:
+        (own / lora.WEIGHTS).write_bytes(b"none")
+    try:
+        lora.load_adapter(model, own)
+    except Exception as error:
+        return type(error).__name__
+    finally:
+        grid.close()
+    return "nothing"
 
 
 def adapter_saved(folder: Path, base: Path, parallel: Parallel) -> tuple[dict[str, Tensor], bool]:

@@ -129,6 +129,15 @@ def test_dropout_depends_on_the_step_and_is_off_in_evaluation() -> None:
     assert model.loss(batch).loss_sum.item() == model.loss(later).loss_sum.item()
 
 
+@pytest.mark.parametrize("parallel", [Parallel(data=2), Parallel(pipeline=2)], ids=str)
+def test_an_adapter_that_one_rank_can_not_read_is_loaded_by_none(
+    world2: World, tmp_path: Path, parallel: Parallel
+) -> None:
+    llama(tmp_path / "base")
+    raised = world2.run(ranks.adapter_read_where_one_rank_can_not, tmp_path / "adapter", tmp_path / "base", parallel)
+    assert raised == ["LostContact", "SafetensorError"]
+
+
 @pytest.mark.parametrize("parallel", [Parallel(tensor=2, sequence=True), Parallel(pipeline=2)], ids=str)
 def test_two_ranks_write_the_adapter_and_the_merged_model_of_one(
     world2: World, tmp_path: Path, parallel: Parallel
