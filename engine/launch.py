@@ -26,7 +26,7 @@ from engine.config import RunConfig
 from engine.emit import Emitter, last_event
 from engine.events import NO_ROOM, CheckpointSaved, Failed, Finished, Stopped, adapter
 from engine.stall import Found, Stillness, verdict
-from engine.standing import RENDEZVOUS
+from engine.standing import MOST_QUEUES, QUEUES, RENDEZVOUS
 from engine.whereabouts import Place
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,7 @@ ENVIRONMENT = {
     # A thread that waits for another rank must not hold the core which that rank needs.
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONUNBUFFERED": "1",
-    # More streams than that share queues, in which an early receive would hold up kernels that its message waits for.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    QUEUES: str(MOST_QUEUES),
 }
 """What each rank starts with, unless the launcher's own environment says otherwise."""
 

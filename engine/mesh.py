@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from engine.config import Parallel
 from engine.placement import neighbours
-from engine.standing import Standing, standing
+from engine.standing import MOST_QUEUES, QUEUES, Standing, standing
 from engine.stopwatch import Stopwatch
 from engine.whereabouts import Whereabouts
 
@@ -170,7 +170,7 @@ def build(
     The rank comes from RANK, WORLD_SIZE and LOCAL_RANK, as torchrun sets them (without them: one rank). On CUDA each
     rank takes the device of its local rank. A collective that waits longer than `timeout` raises. An already formed
     world is used as it is and left open by `close`. Raises ValueError where `parallel` asks for other than those ranks,
-    or for a device that is not there.
+    for a device that is not there, or for a pipeline on devices with too few queues.
     """
     me = standing()
     world_rank, world_size, local_rank = me.world_rank, me.world_size, me.local_rank
@@ -179,6 +179,8 @@ def build(
             f"parallel asks for {parallel.ranks} ranks ({_asked(parallel)}) but {world_size} run; "
             f"start {parallel.ranks} or change parallel"
         )
+    if device == "cuda" and parallel.pipeline > 1:
+        check_queues(me.queues)
     where = device_named(f"cuda:{local_rank}" if device == "cuda" else "cpu")
     if where.type == "cuda":
         torch.cuda.set_device(where)
@@ -188,6 +190,15 @@ def build(
     with stopwatch.span("communication"):
         groups, owns_world = _meet(parallel, me, where, timeout)
     return Mesh(parallel, world_rank, where, groups, owns_world, stopwatch)
+
+
+def check_queues(asked: str | None) -> None:
+    """Raise ValueError where the environment gives a device fewer queues than a pipeline's streams need."""
+    if asked is not None and not (asked.isdecimal() and int(asked) >= MOST_QUEUES):
+        raise ValueError(
+            f"with {QUEUES}={asked} the ranks of a pipeline could wait for one another for ever; "
+            f"unset it, or set it to {MOST_QUEUES}"
+        )
 
 
 def _meet(

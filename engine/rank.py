@@ -17,7 +17,7 @@ from engine import failure, launch, stacks
 from engine.config import RunConfig
 from engine.emit import Emitter, last_event
 from engine.events import Event, Failed, Stopped
-from engine.standing import Standing, standing
+from engine.standing import MOST_QUEUES, QUEUES, Standing, standing
 from engine.stop import Stop, StopWish
 from engine.whereabouts import Whereabouts, path_of
 
@@ -40,6 +40,7 @@ def live(run_file: Path) -> int:
     wish, me, run_dir = StopWish(), standing(), run_file.absolute().parent
     # Sums of different numbers of threads differ in the last bit, so the number is said and not left to chance.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, launch.cores() // me.world_size)))
+    os.environ.setdefault(QUEUES, str(MOST_QUEUES))
     stacks.answer()
     # Whoever reads this file may ask for stacks.
     whereabouts = Whereabouts(path_of(run_dir, me.world_rank) if me.launched else None)

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 RENDEZVOUS = "ENGINE_RENDEZVOUS"
 """Variable with the address where ranks meet (`file:///…`), set by our launcher."""
 
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Variable that says how many queues the streams of a CUDA device have, read when a process first uses one."""
+MOST_QUEUES = 32
+"""That CUDA gives a device. Streams that share one wait behind each other: there a pipeline's early receive would hold
+up the kernels that its message waits for."""
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -19,6 +25,9 @@ class Standing:
     """Among the ranks of this host; its number of device."""
     rendezvous: str | None
     """The address where ranks meet; None: torchrun's `env://`, or nobody to meet."""
+
+    queues: str | None = None
+    """What `QUEUES` says; None: nothing."""
 
     @property
     def launched(self) -> bool:
@@ -33,4 +42,5 @@ def standing() -> Standing:
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         rendezvous=os.environ.get(RENDEZVOUS),
+        queues=os.environ.get(QUEUES),
     )

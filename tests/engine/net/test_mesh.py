@@ -65,6 +65,19 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(name: str, message: 
         mesh.device_named(name)
 
 
+@pytest.mark.parametrize("queues", ["1", "8", "many"])
+def test_a_pipeline_whose_streams_share_few_queues_is_refused(monkeypatch: pytest.MonkeyPatch, queues: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    with pytest.raises(ValueError, match=f"CUDA_DEVICE_MAX_CONNECTIONS={queues} .* unset it, or set it to 32"):
+        mesh.build(Parallel(pipeline=2), "cuda")
+
+
+def test_queues_of_a_device_are_enough_unless_the_environment_says_otherwise() -> None:
+    for enough in (None, "32"):
+        mesh.check_queues(enough)
+
+
 def sum_over_tensor() -> float:
     grid = mesh.build(Parallel(tensor=2))
     x = torch.tensor([float(grid.rank("tensor") + 1)])
