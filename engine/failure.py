@@ -17,8 +17,18 @@ from engine.data.format import InvalidData
 from engine.events import NO_ROOM, ErrorCode, Failed
 
 FOLDER = "failures"
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 ROOM_HINT = "Free space on the host, or keep fewer checkpoints (training.keep_checkpoints)."
+_FULL = ("the disk is full", ROOM_HINT)
+NO_ROOM_FOR = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    # Python ignores the signal that comes with it.
+    errno.EFBIG: (
+        "a file would grow beyond what a process may write on this host",
+        "Raise the limit on the size of files (ulimit -f), or use more ranks, so that each writes a smaller one.",
+    ),
+}
+"""Errors of a file that can't grow: what they mean, and what to do."""
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 """What torch's allocators say; those of the CPU raise a plain RuntimeError."""
 
@@ -49,13 +59,9 @@ def explain(error: BaseException, *, rank: int) -> Failed:
             return Failed(code="invalid_model", message=f"run.json: {_faults(error)}", rank=rank)
         case _ if lost_contact(error):
             return Failed(code="rank_lost", message=f"rank {rank} lost contact with another rank: {said}", rank=rank)
-        case _ if is_disk_full(error):
-            return Failed(
-                code="disk_full",
-                message=f"the disk is full: {said}",
-                hint=ROOM_HINT,
-                rank=rank,
-            )
+        case OSError(errno=number) if number in NO_ROOM_FOR:
+            what, hint = NO_ROOM_FOR[number]
+            return Failed(code="disk_full", message=f"{what}: {said}", hint=hint, rank=rank)
         case _ if isinstance(error, MemoryError) or any(phrase in said.lower() for phrase in OUT_OF_MEMORY):
             return Failed(
                 code="out_of_memory",
@@ -71,21 +77,18 @@ def explain(error: BaseException, *, rank: int) -> Failed:
     )
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Whether `error` means that there is no room to write, be it what should be said about another."""
-    return isinstance(error, OSError) and error.errno in DISK_FULL
-
-
 def exit_code(work: Callable[[], int]) -> int:
     """What `work` returns, or `NO_ROOM` where a full disk keeps it from saying how it ended."""
     try:
         return work()
     except OSError as error:
-        if not is_disk_full(error):
+        # Be it what should be said about another.
+        if error.errno is None or error.errno not in NO_ROOM_FOR:
             raise
+        what, _ = NO_ROOM_FOR[error.errno]
         # A rank's log lies on that disk too.
         with suppress(OSError):
-            sys.stderr.write(f"the disk is full: {error}\n")
+            sys.stderr.write(f"{what}: {error}\n")
         return NO_ROOM
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -31,6 +31,8 @@ SLOWEST_DISK = 2**20
 """Bytes a second; a disk that is slower has hung."""
 LEAVE_SECONDS = 10.0
 """Patience with a thread when the run has failed already."""
+LOOK_SECONDS = 1.0
+"""How often a rank that waits for its publisher says that it goes on."""
 
 
 class Stage(IntEnum):
@@ -116,7 +118,12 @@ class Saver:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         went_on = self.mesh.stopwatch.whereabouts.go_on
-        writing = in_thread(lambda: checkpoint.write(unfinished, snapshot, wrote=went_on), "checkpoint-writer")
+
+        def write() -> None:
+            with kept(unfinished):
+                checkpoint.write(unfinished, snapshot, wrote=went_on)
+
+        writing = in_thread(write, "checkpoint-writer")
         self.under_way = Saving(snapshot, path, begun, time.perf_counter() - begun, writing)
 
     @property
@@ -155,7 +162,8 @@ class Saver:
         self._publish(saving)
         with together(self.mesh):
             if saving.publishing is not None:
-                result(saving.publishing)
+                # A sync, or removing what is old, is one long call: patience with the thread is all there is.
+                result(saving.publishing, went_on=self.mesh.stopwatch.whereabouts.go_on)
         saving.blocked += time.perf_counter() - begun
         self._conclude(saving)
 
@@ -165,9 +173,12 @@ class Saver:
 
         def publish() -> None:
             unfinished = checkpoint.unfinished(saving.path)
-            self.beside(unfinished)
-            checkpoint.finish(unfinished, saving.snapshot.about)
-            checkpoint.publish(saving.path)
+            with kept(unfinished):
+                # Were it made anew beneath what stands beside, a checkpoint of nothing would be published.
+                unfinished.stat()
+                self.beside(unfinished)
+                checkpoint.finish(unfinished, saving.snapshot.about)
+                checkpoint.publish(saving.path)
             checkpoint.prune(self.folder, keep=self.keep)
             saving.published = time.perf_counter()
 
@@ -215,16 +226,34 @@ def in_thread(work: Callable[[], None], name: str) -> Future[None]:
     return done
 
 
-def result(work: Future[None], bytes: int = 0) -> None:
-    """Wait for `work`, which writes so many bytes; raise its error, or that it hangs."""
-    seconds = LEAST_SECONDS + bytes / SLOWEST_DISK
+@contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """Say in words where `folder` was taken away while this block worked in it."""
     try:
-        work.result(seconds)
-    except TimeoutError as error:
-        if work.done():
+        yield
+    except FileNotFoundError as error:
+        if folder.exists():
             raise
         raise RunFailure(
-            "stalled",
-            f"a checkpoint's files were not written within {seconds:.0f} seconds",
-            "Look at the disk and the file system under the run directory.",
+            "internal",
+            f"the checkpoint under way is gone: something removed {folder.parent.name}/{folder.name} as it was written",
+            "Leave the run's folder alone while it trains, then retry from the last checkpoint that is still there.",
         ) from error
+
+
+def result(work: Future[None], bytes: int = 0, *, went_on: Callable[[], object] | None = None) -> None:
+    """Wait for `work`, which writes so many bytes; raise its error, or that it hangs. Meanwhile `went_on` is called."""
+    seconds = LEAST_SECONDS + bytes / SLOWEST_DISK
+    until = time.monotonic() + seconds
+    while not work.done() and (left := until - time.monotonic()) > 0:
+        wait([work], left if went_on is None else min(left, LOOK_SECONDS))
+        if went_on is not None:
+            went_on()
+    if work.done():
+        work.result()
+        return
+    raise RunFailure(
+        "stalled",
+        f"a checkpoint's files were not written within {seconds:.0f} seconds",
+        "Look at the disk and the file system under the run directory.",
+    )

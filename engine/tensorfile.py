@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ DTYPES = {
     torch.int64: "I64",
 }
 """Names in the format's header."""
+
+SYNC_EVERY = 2**30
+"""Bytes after which a file is synced on the way: all of it at once would be one long call, in which nothing goes on."""
 
 
 def write(path: Path, tensors: Sequence[tuple[str, Tensor]], *, wrote: Callable[[], object] = lambda: None) -> str:
@@ -35,16 +38,25 @@ def write(path: Path, tensors: Sequence[tuple[str, Tensor]], *, wrote: Callable[
     described = json.dumps(header, separators=(",", ":")).encode()
     # The data begins at a multiple of eight, so that a reader can map it.
     described += b" " * (-len(described) % 8)
-    digest = hashlib.sha256()
+    digest, unsynced = hashlib.sha256(), 0
     with path.open("wb") as file:
         head = len(described).to_bytes(8, "little") + described
         for part in chain([head], (_bytes_of(tensor) for _, tensor in tensors)):
             digest.update(part)
             file.write(part)
+            unsynced += len(part)
+            if unsynced >= SYNC_EVERY:
+                _sync(file)
+                unsynced = 0
             wrote()
-        file.flush()
-        os.fsync(file.fileno())
+        _sync(file)
     return digest.hexdigest()
+
+
+def _sync(file: BinaryIO) -> None:
+    """Make what is written durable."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _bytes_of(tensor: Tensor) -> Any:

@@ -1,6 +1,8 @@
 """Saving while training goes on: what was, not what is; and a save that fails or hangs ends the run on every rank."""
 
 import os
+import resource
+import shutil
 import threading
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 from engine import checkpoint, saving, tensorfile, trainer
 from engine.checkpoint import Facts
-from engine.failure import RunFailure
+from engine.failure import RunFailure, explain
 from engine.mesh import alone
 from engine.saving import Saver, Stage
 from engine.stop import StopWish
@@ -99,6 +101,71 @@ def test_a_disk_that_hangs_fails_the_run_in_words(tmp_path, disk, monkeypatch):
             saver.wait()
     assert failed.value.code == "stalled"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("when", ["as it is written", "before it is published"])
+def test_a_folder_of_checkpoints_that_is_taken_away_fails_the_run_in_words(tmp_path, disk, when):
+    _, _, optimizer = train(alone(CPU), 1)
+
+    def beside(folder):
+        (folder / "tokenizer").mkdir(parents=True)
+
+    with Saver(tmp_path / "checkpoints", optimizer, keep=1, beside=beside) as saver:
+        saver.begin(Facts(1, 0, 0, 0))
+        if when == "before it is published":
+            disk.set()
+            saver.under_way.writing.result(PATIENCE)
+        shutil.rmtree(tmp_path / "checkpoints")
+        disk.set()
+        with pytest.raises(RunFailure, match=r"something removed checkpoints/\.step-00000001\.unfinished"):
+            saver.wait()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_rank_that_waits_for_a_slow_publisher_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "LOOK_SECONDS", 0.001)
+    _, _, optimizer = train(alone(CPU), 1)
+    prune, pruning, went_on = checkpoint.prune, threading.Event(), threading.Event()
+    monkeypatch.setattr(optimizer.mesh.stopwatch.whereabouts, "go_on", lambda *_: pruning.is_set() and went_on.set())
+
+    def slowly(*args, **options):
+        pruning.set()
+        assert went_on.wait(PATIENCE)
+        prune(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "prune", slowly)
+    with Saver(tmp_path, optimizer, keep=1) as saver:
+        saver.begin(Facts(1, 0, 0, 0))
+        saver.wait()
+    assert went_on.is_set()
+
+
+def test_a_long_file_is_synced_on_the_way(tmp_path, monkeypatch):
+    happened = []
+    monkeypatch.setattr(tensorfile, "SYNC_EVERY", 4096)
+    monkeypatch.setattr(os, "fsync", lambda _: happened.append("synced"))
+    half, whole = torch.zeros(512), torch.zeros(1024)
+    tensors = [("a", whole), ("b", half), ("c", half)]
+    tensorfile.write(tmp_path / "file", tensors, wrote=lambda: happened.append("wrote"))
+    # The header, and then 4096, 2048 and 2048 bytes.
+    assert happened == ["wrote", "synced", "wrote", "wrote", "synced", "wrote", "synced"]
+
+
+def test_a_limit_on_the_size_of_files_is_named_as_what_it_is(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    _, _, optimizer = train(alone(CPU), 1)
+    with Saver(tmp_path, optimizer, keep=1) as saver:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+        try:
+            saver.begin(Facts(1, 0, 0, 0))
+            with pytest.raises(OSError, match="too large") as failed:
+                saver.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    said = explain(failed.value, rank=0)
+    assert said.code == "disk_full"
+    assert said.message.startswith("a file would grow beyond what a process may write on this host: ")
+    assert "ulimit -f" in said.hint
 
 
 FAILS = {"write": (tensorfile, "write"), "publish": (checkpoint, "publish")}
