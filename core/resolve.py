@@ -98,7 +98,8 @@ def resolve(
     seq_len = _seq_len(spec, shape)
     precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
     recompute = _recompute(spec, shape)
-    choice = _Choice(spec, shape, lora, seq_len, precision, recompute, cluster)
+    packed = spec.data.packing and data_format != "text"
+    choice = _Choice(spec, shape, lora, seq_len, precision, recompute, cluster, packed)
     parallel = choice.parallel()
     global_batch, micro_batch = choice.batch(parallel)
     rows = _rows(spec, files, data_format, seq_len, bytes_only=tokenizer.type == "bytes")
@@ -293,6 +294,8 @@ class _Choice:
     precision: Literal["bf16", "fp32"]
     recompute: Recompute
     cluster: ClusterFacts
+    packed: bool
+    """Rows hold several documents."""
 
     def parallel(self) -> Parallel:
         resources = self.spec.resources
@@ -382,6 +385,8 @@ class _Choice:
             recompute=self.recompute,
             lora=self.lora,
             micro_batches=micro_batches,
+            packed=self.packed,
+            on_host=self.cluster.device == "cpu",
         )
 
     def _splits(self, tensor: int) -> bool:
@@ -480,6 +485,7 @@ def _check_memory(needs: Memory, cluster: ClusterFacts) -> None:
         "weights": "raise parallel.tensor or parallel.pipeline, or parallel.data with shard_weights",
         "gradients": "raise parallel.tensor or parallel.pipeline, or parallel.data with shard_gradients, or use method"
         " lora",
+        "snapshot": "raise parallel.tensor, use method lora, or raise parallel.data with shard_optimizer",
         "optimizer": "raise parallel.tensor, use method lora, or raise parallel.data with shard_optimizer",
     }[needs.largest]
     _refuse(

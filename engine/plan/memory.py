@@ -1,7 +1,7 @@
 """Bytes that each rank needs, counted from the run's numbers: weights, gradients, optimizer, activations, logits.
 
-What is counted is what the engine keeps at the end of a forward pass; temporary buffers are covered by `MARGIN`. What a
-layer keeps is `engine.plan.recompute`'s business.
+What is counted is what the engine keeps at the end of a forward pass, and what it makes of scores on the way; other
+temporary buffers are covered by `MARGIN`. What a layer keeps is `engine.plan.recompute`'s business.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Memory:
     optimizer: int
     activations: int
     logits: int
+    snapshot: int
+    """Of the state, from which a checkpoint is written while training goes on; 0 where the host holds it for a GPU."""
 
     @property
     def total(self) -> int:
@@ -168,19 +170,50 @@ def states_per_rank(setting: Setting, own: Sequence[Stage]) -> States:
     )
 
 
-def beyond_its_share(
-    shape: ModelShape, *, seq_len: int, micro_batch: int, parallel: Parallel, element: int, passes: int = 1
-) -> int:
-    """Bytes that a context rank needs besides what belongs to its tokens.
-
-    Keys and values of all ranks, for one layer at a time: as they arrive and in the order of the row, and so their
-    gradients on the way back. And masks, for all layers of each of the `passes` that wait for their backward pass: a
-    rank's two chunks look at 2C + 1 chunks of keys.
+def snapshot_per_rank(setting: Setting, own: Sequence[Stage]) -> int:
+    """Master and two moments, in fp32, of the weights that a rank with these stages saves: its share where the replicas
+    share their state out, else all that train, which the first of them saves for all.
     """
-    keys = 4 * seq_len * 2 * keys_per_rank(shape, tensor=parallel.tensor)
-    chunk = seq_len // (2 * parallel.context)
-    masks = (2 * parallel.context + 1) * chunk**2
-    return element * micro_batch * (keys + passes * masks)
+    shape, parallel = setting.shape, setting.parallel
+    _, trainable = weights_per_rank(shape, setting.lora, tensor=parallel.tensor, stages=own)
+    shared = parallel.shard_optimizer or parallel.is_shared_out
+    return 3 * FP32 * -(-trainable // (parallel.data * parallel.context if shared else 1))
+
+
+def others_keys(setting: Setting) -> int:
+    """Bytes of the keys and values of all context ranks, for one layer at a time: as they arrive and in the order of
+    the row, and so their gradients on the way back.
+    """
+    width = keys_per_rank(setting.shape, tensor=setting.parallel.tensor)
+    return setting.element * setting.micro_batch * 4 * setting.seq_len * 2 * width
+
+
+def masks(setting: Setting, *, packed: bool) -> int:
+    """Bytes of what is added to the scores of one pass, for all its layers: a number for each query and key.
+
+    Each row has its own where documents are `packed` into it, and each head under ALiBi. Whole rows that are one
+    document have none, unless a window is narrower.
+    """
+    shape, parallel = setting.shape, setting.parallel
+    biased = shape.family.positions == "alibi"
+    narrow = shape.sliding_window is not None and shape.sliding_window < setting.seq_len
+    if not (packed or biased or narrow or parallel.context > 1):
+        return 0
+    heads = shape.num_heads // parallel.tensor if biased else 1
+    return setting.element * heads * (setting.scores if packed else setting.scores // setting.micro_batch)
+
+
+def making_scores(setting: Setting) -> int:
+    """Bytes that are there for a moment besides what is kept.
+
+    Where probabilities are dropped the core makes whole scores: those before and after the mask is added, and in
+    backward two gradients. Under ALiBi the bias is made in fp32, before it is rounded.
+    """
+    shape = setting.shape
+    heads = shape.num_heads // setting.parallel.tensor
+    core = 2 * setting.element * heads * setting.scores if shape.attention_dropout else 0
+    bias = FP32 * heads * setting.scores // setting.micro_batch if shape.family.positions == "alibi" else 0
+    return max(core, bias)
 
 
 def estimate(
@@ -193,11 +226,14 @@ def estimate(
     recompute: Recompute,
     lora: Lora | None = None,
     micro_batches: int = 1,
+    packed: bool = False,
+    on_host: bool = False,
 ) -> Memory:
     """What the rank that needs most needs when it holds most.
 
     `micro_batches` are those of a step, of one replica; they matter in a pipeline, where several wait for their
-    backward pass. Raises ValueError where `recompute` sets a budget that is too small.
+    backward pass. `packed`: rows hold several documents. `on_host`: the ranks train on CPUs, so that what a checkpoint
+    is written from lies in the same memory. Raises ValueError where `recompute` sets a budget that is too small.
     """
     setting = Setting(shape, seq_len, micro_batch, ELEMENTS[precision], parallel, lora)
     virtual = stages(shape, parallel)
@@ -219,6 +255,8 @@ def estimate(
             ),
             on_the_way=2 * room(ranks=parallel.pipeline, chunks=parallel.virtual, micro_batches=micro_batches),
             recompute=recompute,
+            packed=packed,
+            on_host=on_host,
         )
         for rank in telling.values()
     )
@@ -232,6 +270,8 @@ def _of_rank(
     in_flight: Mapping[int, int],
     on_the_way: int,
     recompute: Recompute,
+    packed: bool,
+    on_host: bool,
 ) -> Memory:
     """What a pipeline rank needs that has these stages.
 
@@ -246,15 +286,9 @@ def _of_rank(
     # The embedding's output, and the last norm's; of other stages, what comes next.
     hidden = 2 + (on_the_way if parallel.pipeline > 1 else 0)
     activations += hidden * element * setting.own_tokens * shape.hidden_size
+    activations += sum(in_flight.values()) * masks(setting, packed=packed) + making_scores(setting)
     if parallel.context > 1:
-        activations += beyond_its_share(
-            shape,
-            seq_len=setting.seq_len,
-            micro_batch=setting.micro_batch,
-            parallel=parallel,
-            element=element,
-            passes=sum(in_flight.values()),
-        )
+        activations += others_keys(setting)
     share = -(-shape.vocab_size // parallel.tensor)
     return Memory(
         weights=states.weights,
@@ -263,4 +297,5 @@ def _of_rank(
         activations=activations,
         # Logits and their gradient, in fp32, a chunk at a time.
         logits=2 * FP32 * min(CHUNK_LOGITS, setting.tokens * share) if own[-1].last else 0,
+        snapshot=snapshot_per_rank(setting, own) if on_host else 0,
     )

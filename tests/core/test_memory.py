@@ -7,6 +7,7 @@ import pytest
 from core.presets import PRESETS
 from engine.config import Lora, ModelShape, Parallel, Recompute
 from engine.plan import memory
+from engine.plan.recompute import Setting
 from engine.plan.stages import Stage
 from tests import make
 
@@ -205,6 +206,70 @@ def test_context_ranks_share_activations_and_the_optimizer_and_have_all_keys_of_
     assert two.weights == one.weights
     # Masters and moments are halved, and beside them stands a reduced copy of the gradients.
     assert two.optimizer == memory.parameters(TINY) * 16 // 2
+
+
+def of_scores(shape: ModelShape, *, micro_batch: int = 1, packed: bool = False, **parallel: int) -> int:
+    """Activations beyond those of the same model whose core makes no masks and no scores."""
+    plain = shape.model_copy(update={"architecture": "llama", "attention_dropout": 0.0, "sliding_window": None})
+    one, other = (
+        memory.estimate(
+            model, seq_len=8, micro_batch=micro_batch, precision="bf16", parallel=Parallel.model_validate(parallel),
+            recompute=Recompute(mode="full"), micro_batches=4, packed=model is shape and packed,
+        ).activations
+        for model in (shape, plain)
+    )  # fmt: skip
+    return one - other
+
+
+def test_a_mask_is_kept_for_each_pass_that_waits_where_rows_are_not_whole_documents() -> None:
+    assert of_scores(TINY) == 0
+    # A number of two bytes for each of 8 x 8 pairs; with documents, of each row.
+    mistral = TINY.model_copy(update={"architecture": "mistral", "sliding_window": 4})
+    assert of_scores(mistral, micro_batch=3) == 2 * 8 * 8
+    assert of_scores(TINY, micro_batch=3, packed=True) == 3 * 2 * 8 * 8
+    # The first of two stages has two micro-batches that wait.
+    deep = make.shape(num_layers=8, vocab_size=2)
+    assert of_scores(deep, packed=True, pipeline=2) == 2 * 2 * 8 * 8
+
+
+def test_linear_biases_are_kept_for_each_head_and_made_in_fp32() -> None:
+    setting = Setting(make.shape(architecture="bloom", num_kv_heads=4, ffn_hidden_size=64), 8, 3, 2, Parallel(tensor=2))
+    # Two heads of a rank, 8 x 8 pairs; with documents, of each of three rows.
+    assert memory.masks(setting, packed=False) == 2 * 2 * 8 * 8
+    assert memory.masks(setting, packed=True) == 3 * 2 * 2 * 8 * 8
+    assert memory.making_scores(setting) == 4 * 2 * 8 * 8
+
+
+def test_where_probabilities_are_dropped_two_more_score_matrices_exist_for_a_moment() -> None:
+    gpt2 = make.shape(architecture="gpt2", num_kv_heads=4)
+    one, other = (
+        memory.estimate(
+            gpt2.model_copy(update={"attention_dropout": rate}), seq_len=8, micro_batch=3, precision="bf16",
+            parallel=Parallel(tensor=2), recompute=Recompute(mode="full"),
+        ).activations
+        for rate in (0.1, 0.0)
+    )  # fmt: skip
+    # Two heads of a rank, three rows of 8 x 8 pairs. The layer that is made again keeps five bytes of each (Korthikanti
+    # et al. 2022, section 4.1) and not the sums of 24 tokens in fp32; two numbers of two bytes come and go.
+    assert one - other == (5 + 2 * 2) * 2 * 3 * 8 * 8 - 4 * 2 * 24
+
+
+def test_on_a_cpu_a_checkpoint_is_written_from_a_copy_of_what_a_rank_saves() -> None:
+    def snapshot(on_host: bool, lora: Lora | None = None, **parallel: object) -> int:
+        needs = memory.estimate(
+            TINY, seq_len=8, micro_batch=1, precision="fp32", parallel=Parallel.model_validate(parallel),
+            recompute=Recompute(), lora=lora, on_host=on_host,
+        )  # fmt: skip
+        return needs.snapshot
+
+    # Three fp32 numbers for each weight that trains: itself and two moments.
+    everything = 12 * memory.parameters(TINY)
+    assert snapshot(on_host=False) == 0
+    assert snapshot(on_host=True) == everything
+    assert snapshot(on_host=True, data=4) == everything // 4
+    assert snapshot(on_host=True, data=4, shard_optimizer=False) == everything
+    assert snapshot(on_host=True, data=4, shard_weights=True) == everything // 4
+    assert snapshot(on_host=True, lora=Lora(rank=2)) == 12 * memory.adapter_parameters(TINY, Lora(rank=2))
 
 
 DEEP = make.shape(num_layers=8)

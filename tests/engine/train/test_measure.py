@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from engine import launch, measure
+from engine.plan import memory
 from engine.plan.recompute import Setting, cost
 from tests.engine.train import runs
 from tests.worlds import World
@@ -101,3 +102,15 @@ def test_measuring_under_torchrun_prints_one_table(tmp_path: Path) -> None:
         ["0", "0"], ["0", "1"], ["0", "else"], ["rank", "0"], ["1", "0"], ["1", "1"], ["1", "else"], ["rank", "1"],
     ]  # fmt: skip
     assert all(line.split()[-1] == "0" for line in lines if line.split()[1] in "01" and line[0] == " ")
+
+
+@pytest.mark.parametrize("shape", [{}, {"architecture": "bloom", "num_kv_heads": 4, "ffn_hidden_size": 128}], ids=str)
+def test_packed_rows_keep_the_masks_that_are_planned_for(tmp_path: Path, shape: dict[str, Any]) -> None:
+    kept, planned = [], []
+    for changes in ({}, runs.COMPLETION):
+        run = runs.config(model=runs.SHAPE | shape, training={"micro_batch": 2}, recompute={"mode": "none"}, **changes)
+        assert run.model is not None
+        (report,) = measure.measure(run, tmp_path)
+        kept.append(report.elsewhere)
+        planned.append(memory.masks(Setting.of(run, run.model), packed=bool(changes)))
+    assert kept[1] - kept[0] == planned[1] - planned[0] > 0
