@@ -69,17 +69,17 @@ class _PlainCore(torch.autograd.Function):
             q_PNR, grad_PNR, mixed_PNR = (by_group(x[:, here]) for x in (q_BQHR, grad_BQHR, mixed_BQHR))
             sums_PN1 = by_group(sums_BHQ.transpose(1, 2)[:, here, :, None])
             # Scaled within the product: queries scaled before would be rounded once more, and with them all scores.
-            nothing_PNK = q_PNR.new_zeros(1, 1, 1).expand(len(q_PNR), q_PNR.shape[1], seen)
-            scores_PNK = torch.baddbmm(
-                nothing_PNK, _less(q_PNR, sums_PN1 / scale), k_PKC[:, :seen].mT, beta=0, alpha=scale
+            nothing_PKN = q_PNR.new_zeros(1, 1, 1).expand(len(q_PNR), seen, q_PNR.shape[1])
+            scores_PKN = torch.baddbmm(
+                nothing_PKN, k_PKC[:, :seen], _less(q_PNR, sums_PN1 / scale).mT, beta=0, alpha=scale
             )
-            _hide(scores_PNK.view(rows, groups, sharing, -1, seen), mask_BHQK, start)
-            chances_PNK = scores_PNK.exp_()
-            grad_v.add(chances_PNK.mT @ grad_PNR)
+            _hide(scores_PKN.view(rows, groups, seen, sharing, -1), mask_BHQK, start)
+            chances_PKN = scores_PKN.exp_()
+            grad_v.add(chances_PKN @ grad_PNR)
             shared_PN1 = (grad_PNR.float() * mixed_PNR).sum(-1, keepdim=True)
-            grad_scores_PNK = (_less(grad_PNR, shared_PN1) @ v_PKC[:, :seen].mT).mul_(chances_PNK)
-            grad_k.add((grad_scores_PNK.mT @ q_PNR).mul_(scale))
-            grad_q_PNR = (grad_scores_PNK @ k_PKC[:, :seen, :width]).mul_(scale)
+            grad_scores_PKN = (v_PKC[:, :seen] @ _less(grad_PNR, shared_PN1).mT).mul_(chances_PKN)
+            grad_k.add((grad_scores_PKN @ q_PNR).mul_(scale))
+            grad_q_PNR = (grad_scores_PKN.mT @ k_PKC[:, :seen, :width]).mul_(scale)
             grad_q_BGHSR = grad_q_PNR.view(rows, groups, sharing, -1, width)
             grad_q_BQHR[:, here].view(rows, -1, groups, sharing, width).copy_(grad_q_BGHSR.permute(0, 3, 1, 2, 4))
         grad_k_BKGR, grad_v_BKGR = (
@@ -114,14 +114,15 @@ def _less(x_PNR: Tensor, off_PN1: Tensor) -> Tensor:
     return torch.cat((x_PNR, -first_PN1, -rest_PN1), dim=-1)
 
 
-def _hide(scores_BGHSK: Tensor, mask_BHQK: Tensor | None, start: int) -> None:
+def _hide(scores_BGKHS: Tensor, mask_BHQK: Tensor | None, start: int) -> None:
     """Make minus infinity of what queries from `start` on do not see, and add what the mask has for the rest."""
-    queries, seen = scores_BGHSK.shape[-2:]
+    seen, _, queries = scores_BGKHS.shape[2:]
     if mask_BHQK is None:
-        later_SS = torch.full((queries, queries), float("-inf"), dtype=scores_BGHSK.dtype).triu_(1)
-        scores_BGHSK[..., seen - queries :].add_(later_SS)
+        earlier_KS = torch.full((queries, queries), float("-inf"), dtype=scores_BGKHS.dtype).tril_(-1)
+        scores_BGKHS[:, :, seen - queries :].add_(earlier_KS[:, None])
         return
-    mask_BHSK = mask_BHQK[..., start : start + queries, :seen]
-    heads = mask_BHSK.shape[1]
-    mask_BGHSK = mask_BHSK.unsqueeze(1) if heads == 1 else mask_BHSK.view(-1, *scores_BGHSK.shape[1:3], queries, seen)
-    scores_BGHSK.add_(mask_BGHSK)
+    mask_BHKS = mask_BHQK[..., start : start + queries, :seen].mT.contiguous()
+    heads = mask_BHKS.shape[1]
+    groups, sharing = (1, 1) if heads == 1 else (scores_BGKHS.shape[1], scores_BGKHS.shape[3])
+    mask_BGHKS = mask_BHKS.view(-1, groups, sharing, seen, queries)
+    scores_BGKHS.add_(mask_BGHKS.transpose(2, 3))
