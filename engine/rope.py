@@ -62,13 +62,14 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x_BTHR: Tensor, cos_BT1C: Tensor, sin_BT1C: Tensor) -> Tensor:
-    """In three passes, not six: each half times its cosine, and then the other times its sine added."""
-    turned = x_BTHR * torch.cat((cos_BT1C, cos_BT1C), -1)
+    """Each half times its cosine, and then the other half times its sine added."""
     first, second = x_BTHR.chunk(2, dim=-1)
-    half = first.shape[-1]
-    turned[..., :half].addcmul_(second, sin_BT1C, value=-1)
-    turned[..., half:].addcmul_(first, sin_BT1C)
-    return turned
+    sines = torch.cat((-sin_BT1C, sin_BT1C), -1)
+    if not x_BTHR.is_cuda:
+        # Without a stretch of memory that repeats, a CPU goes through all heads at once, however narrow they are.
+        sines = sines.expand_as(x_BTHR).contiguous()
+    turned = x_BTHR * torch.cat((cos_BT1C, cos_BT1C), -1)
+    return turned.addcmul_(torch.cat((second, first), -1), sines)
 
 
 def _plain(shape: ModelShape) -> Tensor:
