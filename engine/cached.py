@@ -18,16 +18,16 @@ def rows_in_cache(x_ND: Tensor) -> int:
     return rows if x_ND.is_cuda else min(rows, max(1, ELEMENTS * torch.get_num_threads() // features))
 
 
-def add_wide(total: Tensor, part: Tensor) -> None:
-    """Add `part`, of any type, to an fp32 tensor of the same shape, in place."""
+def add_wide(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
+    """Add `part`, of any type, times `factor` to an fp32 tensor of the same shape, in place."""
     if part.dtype == total.dtype or part.is_cuda:
-        total.add_(part)
+        total.add_(part, alpha=factor)
         return
     total_N, part_N = total.view(-1), part.reshape(-1)
     block = rows_in_cache(total_N[:, None])
     wide_N = total_N.new_empty(block)
     for some_N, added_N in zip(torch.split(total_N, block), torch.split(part_N, block), strict=True):
-        some_N.add_(wide_N[: len(added_N)].copy_(added_N))
+        some_N.add_(wide_N[: len(added_N)].copy_(added_N), alpha=factor)
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

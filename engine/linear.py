@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from engine.comm import TensorAxis, start_gather_tokens, start_sum_parts
 from engine.dropout import Draw
+from engine.landing import landing_of
 from engine.placement import Placement, empty_local, place, placement_of, shard
 
 
@@ -193,15 +194,19 @@ class _Lookup(torch.autograd.Function):
             x_BTD = x_BTD.masked_fill_(absent_BT1, 0)
         ctx.axis, ctx.num_rows, ctx.dtype = axis, weight_VD.shape[0], weight_VD.dtype
         ctx.save_for_backward(local_BT, absent_BT1)
+        ctx.landing = landing_of(weight_VD)
         return start_sum_parts(x_BTD, axis).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[None, Tensor | None, None, None]:
         local_BT, absent_BT1 = ctx.saved_tensors
         # In fp32, for a frequent id adds up many small numbers.
         grad_BTD = start_gather_tokens(grad_BSD, ctx.axis).wait().float()
         if absent_BT1 is not None:
             grad_BTD = grad_BTD.masked_fill(absent_BT1, 0)
+        if ctx.landing is not None and not grad_BTD.is_cuda:
+            ctx.landing.opened().index_add_(0, local_BT.flatten(), grad_BTD.flatten(0, 1))
+            return None, None, None, None
         # Sorted by id on a GPU, and so repeatable, unlike `index_add_`.
         grad_VD = torch.ops.aten.embedding_dense_backward(grad_BTD, local_BT, ctx.num_rows, -1, False)
         return None, grad_VD.to(ctx.dtype), None, None

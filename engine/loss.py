@@ -16,10 +16,14 @@ import torch
 from torch import Tensor
 
 from engine.batch import IGNORE, Batch
-from engine.cached import ELEMENTS, add_wide, scaled
+from engine.cached import add_wide, rows_in_cache, scaled
 from engine.comm import TensorAxis, max_over, start_gather_tokens, start_sum_parts, sum_over
+from engine.landing import landing_of
 from engine.placement import Placement, placement_of
 from engine.plan.memory import CHUNK_LOGITS
+
+PRODUCT = 2**21
+"""Elements of a product that are added up while a CPU's cores have them: 4 MiB in bf16."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +39,22 @@ class LossParts:
 
 
 def vocab_loss(
-    x_BSD: Tensor, weight_VD: Tensor, batch: Batch, axis: TensorAxis, *, chunk_logits: int = CHUNK_LOGITS
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    batch: Batch,
+    axis: TensorAxis,
+    *,
+    scale: float | None = None,
+    chunk_logits: int = CHUNK_LOGITS,
 ) -> LossParts:
     """Loss of predicting `batch.labels_BT` by the logits x W^T.
 
     `x_BSD` are this rank's tokens, `weight_VD` its part of a placed vocabulary matrix; padding gets no probability and
-    no gradient. The weight's gradient is summed over chunks in fp32.
+    no gradient. The weight's gradient is summed over chunks in fp32. With a `scale`, by which the caller will multiply
+    the loss, it goes straight to its landing, if it has one, and the backward pass has none of it.
     """
     loss_sum, correct = _VocabLoss.apply(  # type: ignore[no-untyped-call]
-        x_BSD, weight_VD, batch.labels_BT, batch.weights_BT, axis, chunk_logits, torch.is_grad_enabled()
+        x_BSD, weight_VD, batch.labels_BT, batch.weights_BT, axis, scale, chunk_logits, torch.is_grad_enabled()
     )
     return LossParts(loss_sum, (batch.labels_BT != IGNORE).sum(), correct)
 
@@ -59,6 +70,7 @@ class _VocabLoss(torch.autograd.Function):
         labels_BT: Tensor,
         weights_BT: Tensor | None,
         axis: TensorAxis,
+        scale: float | None,
         chunk_logits: int,
         learns: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -70,8 +82,11 @@ class _VocabLoss(torch.autograd.Function):
         loss_M = torch.empty_like(weights_M)
         first_M = torch.empty_like(labels_M, dtype=torch.bool)
         grad_MD = torch.empty_like(x_MD) if x_needed else None
-        grad_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needed else None
-        part_VD = torch.empty_like(weight_VD) if weight_needed else None
+        grad_VD, factor, landing = None, 1.0, None
+        if weight_needed and scale is not None and (landing := landing_of(weight_VD)) is not None:
+            grad_VD, factor = landing.opened(), scale
+        elif weight_needed:
+            grad_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
 
         step = min(len(x_MD), max(1, chunk_logits // weight_VD.shape[0]))
         logits_NV = x_MD.new_empty(step, weight_VD.shape[0])
@@ -85,10 +100,9 @@ class _VocabLoss(torch.autograd.Function):
             if grad_MD is not None:
                 torch.mm(grad_NV, weight_VD, out=grad_MD[here])
             if grad_VD is not None:
-                # Each chunk's product is rounded once to the dtype; their sum is not.
-                add_wide(grad_VD, torch.mm(grad_NV.t(), x_ND, out=part_VD))
+                _add_product(grad_VD, grad_NV, x_ND, factor)
         summed = None if grad_MD is None else start_sum_parts(grad_MD.view_as(x_BTD), axis).wait()
-        ctx.save_for_backward(summed, grad_VD)
+        ctx.save_for_backward(summed, grad_VD if landing is None else None)
         ctx.weight_dtype = weight_VD.dtype
         correct = (first_M & (labels_M != IGNORE)).sum()
         ctx.mark_non_differentiable(correct)
@@ -99,7 +113,18 @@ class _VocabLoss(torch.autograd.Function):
         grad_BSD, grad_VD = ctx.saved_tensors
         grad_x = None if grad_BSD is None else scaled(grad_BSD, grad, grad_BSD.dtype)
         grad_weight = None if grad_VD is None else scaled(grad_VD, grad, ctx.weight_dtype)
-        return grad_x, grad_weight, None, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None, None
+
+
+def _add_product(total_VD: Tensor, grad_NV: Tensor, x_ND: Tensor, factor: float) -> None:
+    """Add `grad_NV`^T `x_ND` times `factor` to an fp32 tensor, some rows at a time: on a CPU they stay in the cache.
+
+    Each product is rounded once to the dtype; their sum is not.
+    """
+    rows = len(total_VD) if x_ND.is_cuda else max(1, PRODUCT // x_ND.shape[1])
+    part_KD = x_ND.new_empty(min(rows, len(total_VD)), x_ND.shape[1])
+    for some_KD, grad_NK in zip(torch.split(total_VD, rows), torch.split(grad_NV, rows, dim=1), strict=True):
+        add_wide(some_KD, torch.mm(grad_NK.t(), x_ND, out=part_KD[: len(some_KD)]), factor)
 
 
 def _to_gradient(
@@ -111,8 +136,8 @@ def _to_gradient(
     weight 0 and so loss and gradient 0.
     """
     # Alone on a CPU, a few tokens at a time stay in the cache; otherwise the fewest exchanges and launches win.
-    block = len(logits_NV) if axis.group is not None or logits_NV.is_cuda else ELEMENTS // logits_NV.shape[1] + 1
-    wide_NV = torch.empty(min(block, len(logits_NV)), logits_NV.shape[1], dtype=torch.float32, device=logits_NV.device)
+    block = len(logits_NV) if axis.group is not None else rows_in_cache(logits_NV)
+    wide_NV = torch.empty(block, logits_NV.shape[1], dtype=torch.float32, device=logits_NV.device)
     losses, firsts = [], []
     pieces = (logits_NV, label_N, weight_N)
     for logits_KV, label_K, weight_K in zip(*(torch.split(piece, block) for piece in pieces), strict=True):

@@ -187,10 +187,13 @@ class Decoder(nn.Module):
         assert isinstance(parts, LossParts), "a pipeline's stages are run in turns"
         return parts
 
-    def run(self, chunk: int, batch: Batch, hidden_BSD: Tensor | None = None) -> Tensor | LossParts:
+    def run(
+        self, chunk: int, batch: Batch, hidden_BSD: Tensor | None = None, *, scale: float | None = None
+    ) -> Tensor | LossParts:
         """This rank's stage number `chunk`: from ids, or the stage before's hidden states, to hidden states or loss.
 
-        The loss is the sum over the labels that this context rank has, the same on every tensor rank. Raises ValueError
+        The loss is the sum over the labels that this context rank has, the same on every tensor rank; `scale` is what
+        the caller will multiply it by, if that is known. Raises ValueError
         where T can't be shared over the context axis, or under sequence parallelism.
         """
         stage = self.stages[chunk]
@@ -204,7 +207,7 @@ class Decoder(nn.Module):
         hidden_BSD = self._through(stage, hidden_BSD, frame)
         if not stage.last:
             return hidden_BSD
-        return vocab_loss(hidden_BSD, self.output_weight, own, self.axis, chunk_logits=self.chunk_logits)
+        return vocab_loss(hidden_BSD, self.output_weight, own, self.axis, scale=scale, chunk_logits=self.chunk_logits)
 
     def hidden_size(self, batch: Batch) -> tuple[int, int, int]:
         """B S D of what passes between stages for this batch."""

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
-from engine.cached import add_wide
 from engine.comm import all_gather_flat, reduce_scatter_flat
 from engine.config import Training
 from engine.gather import merged
+from engine.landing import Landing, land
 from engine.mesh import ENDS, Mesh
 from engine.pieces import Rectangle, cover, globally, without_padding
 from engine.placement import Placement, placement_of
@@ -166,9 +166,7 @@ class Optimizer:
         self.gradients_N = torch.zeros(size, dtype=torch.float32, device=mesh.device)
         self.shapes = merged(mesh, {slot.name: list(slot.placement.shape) for slot in self.slots})
         """Global shape of every trainable parameter, of all stages."""
-        self._arrived: set[str] = set()
-        for slot in self.slots:
-            self._adopt(slot)
+        self._landings = [self._adopt(slot) for slot in self.slots]
         self.weights_S = self.weights_N[self.own]
         # In fp32 the weights are their own masters.
         self.masters_S = self.weights_S.float()
@@ -176,31 +174,19 @@ class Optimizer:
         self.squares_S = torch.zeros_like(self.masters_S)
         self.gradients_S = torch.empty_like(self.masters_S) if self.shards > 1 else self.gradients_N
 
-    def _adopt(self, slot: Slot) -> None:
-        """Let the buffers hold the slot's weight, and take its gradient over whenever backward has one."""
+    def _adopt(self, slot: Slot) -> Landing:
+        """Let the buffers hold the slot's weight, and its gradient."""
         weight = self.weights_N[slot.start : slot.stop].view(slot.shape)
         weight.copy_(slot.parameter.detach())
         slot.parameter.data = weight
-        gradient = self.gradients_N[slot.start : slot.stop].view(slot.shape)
-
-        def take_over(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            # The first gradient of a step overwrites the last step's, which saves a pass of zeros.
-            if slot.name in self._arrived:
-                add_wide(gradient, parameter.grad)
-            else:
-                gradient.copy_(parameter.grad)
-                self._arrived.add(slot.name)
-            parameter.grad = None
-
-        slot.parameter.register_post_accumulate_grad_hook(take_over)  # type: ignore[no-untyped-call]
+        landing = Landing(self.gradients_N[slot.start : slot.stop].view(slot.shape))
+        land(slot.parameter, landing)
+        return landing
 
     def sum_gradients(self) -> float:
         """Sum this step's gradients over all ranks that hold a part, and return their global L2 norm."""
-        for slot in self.slots:
-            if slot.name not in self._arrived:
-                self.gradients_N[slot.start : slot.stop].zero_()
-        self._arrived.clear()
+        for landing in self._landings:
+            landing.close()
         with self.mesh.exchange():
             for run in self.runs:
                 if (group := self.mesh.group(run.kind.partial)) is not None:
@@ -213,10 +199,8 @@ class Optimizer:
 
     def drop_gradients(self) -> float:
         """Forget the gradients that have come since the last step; the L2 norm of what this rank had of them."""
-        arrived = [slot for slot in self.slots if slot.name in self._arrived]
-        self._arrived.clear()
-        total = sum((square_sum(self.gradients_N[slot.start : slot.stop]) for slot in arrived), torch.zeros(()))
-        return float(total.sqrt())
+        arrived = [landing.close() for landing in self._landings if landing.is_used]
+        return float(sum((square_sum(total.view(-1)) for total in arrived), torch.zeros(())).sqrt())
 
     @torch.no_grad()
     def restart(self, weights: Mapping[str, Tensor]) -> None:

@@ -43,6 +43,8 @@ class Passes:
             return loss_sum
         pipeline = {"ranks": self.ranks, "chunks": self.chunks, "micro_batches": len(batches)}
         behind = room(**pipeline)
+        # The mean over all labels of the step, wherever they are: never a mean of means.
+        scale = 1 / max(1, labels)
         # Of what was sent on, only its place in the graph is kept: its memory is free once it is sent (Korthikanti et
         # al. 2022, appendix B).
         waiting: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
@@ -57,11 +59,10 @@ class Passes:
                     self.backward.send(received.grad, room=behind)
                 continue
             received = None if arrived is None else arrived.requires_grad_()
-            output = self.decoder.run(turn.chunk, batches[turn.micro], received)
+            output = self.decoder.run(turn.chunk, batches[turn.micro], received, scale=scale)
             if isinstance(output, LossParts):
                 loss_sum += output.loss_sum.detach()
-                # The mean over all labels of the step, wherever they are: never a mean of means.
-                output = output.loss_sum / max(1, labels)
+                output = output.loss_sum * scale
             else:
                 self.forward.send(output.detach(), room=behind)
             waiting[turn.chunk, turn.micro] = received, get_gradient_edge(output) if output.requires_grad else None

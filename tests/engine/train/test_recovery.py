@@ -201,8 +201,8 @@ class Exploding(torch.autograd.Function):
 def explode_at_the_byte(run_dir, run):
     run_stage = Decoder.run
 
-    def exploding(decoder, chunk, batch, hidden=None):
-        parts = run_stage(decoder, chunk, batch, hidden)
+    def exploding(decoder, chunk, batch, hidden=None, **how):
+        parts = run_stage(decoder, chunk, batch, hidden, **how)
         bad = (batch.tokens_BT == ord(BYTE)).any() and torch.is_grad_enabled() and decoder.stages[chunk].last
         return type(parts)(Exploding.apply(parts.loss_sum), parts.label_count, parts.correct) if bad else parts
 
