@@ -30,6 +30,7 @@ from engine.config import (
     TokenizerSource,
     Training,
 )
+from engine.data.format import Format
 from engine.plan import budget, memory
 from engine.plan.memory import Memory
 from engine.plan.recompute import OPERATIONS
@@ -159,8 +160,8 @@ def _lora(spec: JobSpec, shape: ModelShape) -> Lora | None:
         _refuse("method.targets", str(error).removeprefix("lora.targets: "))
 
 
-def _format(spec: JobSpec, files: Mapping[str, FileFacts]) -> Literal["text", "chat", "completion"]:
-    found: Literal["text", "chat", "completion"] | None = None
+def _format(spec: JobSpec, files: Mapping[str, FileFacts]) -> Format:
+    found: Format | None = None
     for param, id_ in spec.files():
         if param.startswith("tokenizer"):
             continue
@@ -173,6 +174,12 @@ def _format(spec: JobSpec, files: Mapping[str, FileFacts]) -> Literal["text", "c
     assert found is not None, "a spec names at least one training file"
     if spec.data.format not in {"auto", found}:
         _refuse("data.format", f'the files are {found} data, not {spec.data.format}; say "{found}" or "auto"')
+    if found == "preference":
+        _refuse(
+            "data.train",
+            "these files are preference data, which no method of this version trains on; upload chat or completion "
+            "examples",
+        )
     if spec.kind == "pretrain" and found != "text":
         _refuse(
             "data.train",

@@ -485,7 +485,7 @@ class Data(Part):
     train: tuple[Path, ...] = Field(min_length=1)
     validation: Path | float | None = None
     """A file, or the fraction of training rows held out; None trains on everything."""
-    format: Literal["text", "chat", "completion"]
+    format: Literal["text", "chat", "completion", "preference"]
     """What a line means; see `engine.data.format`."""
     seq_len: int = Field(ge=2)
     """Tokens in a row."""
@@ -584,8 +584,9 @@ class RunConfig(Part):
     base: Path | None = None
     """Folder in Hugging Face layout to start from, relative to the run directory; None starts from random weights."""
     tokenizer: TokenizerSource
-    objective: Literal["pretrain", "sft"]
-    """pretrain: every token is a label; sft: only what the assistant says."""
+    objective: Literal["pretrain", "sft", "dpo"]
+    """pretrain: every token is a label; sft: only what the assistant says; dpo: what it says, one answer of a pair
+    against the other."""
     lora: Lora | None = None
     """None trains every weight."""
     data: Data
@@ -610,6 +611,10 @@ class RunConfig(Part):
             raise ValueError("set exactly one of model (from scratch) and base (continue from weights)")
         if self.lora is not None and self.base is None:
             raise ValueError("lora needs a base to adapt")
+        if (self.objective == "dpo") != (self.data.format == "preference"):
+            raise ValueError(
+                'objective "dpo" and data.format "preference" go together: pairs are compared, not imitated'
+            )
         if self.tokenizer.type == "base" and self.base is None:
             raise ValueError('tokenizer.type "base" needs a base')
         self.training.check(self.parallel)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.data.format import Chat, Completion, Finding, InvalidData
+from engine.data.format import Chat, Completion, Finding, InvalidData, Preference
 from engine.tokenizer import TemplateRefused, Tokenizer, Tokens
 
 
@@ -32,6 +32,15 @@ def encode_completion(tokenizer: Tokenizer, example: Completion) -> Encoded:
         raise InvalidData([Finding(example.line, str(refused))]) from refused
     answer += [tokenizer.eos_id] if tokenizer.eos_id is not None else []
     return Encoded(prompt + answer, [False] * len(prompt) + [True] * len(answer))
+
+
+def encode_preference(tokenizer: Tokenizer, example: Preference) -> tuple[Encoded, Encoded]:
+    """The better answer, then the worse one, each in full behind the prompt; just the answer is learned."""
+    chosen, rejected = (
+        encode_chat(tokenizer, side) if isinstance(side, Chat) else encode_completion(tokenizer, side)
+        for side in (example.chosen, example.rejected)
+    )
+    return chosen, rejected
 
 
 def encode_chat(tokenizer: Tokenizer, chat: Chat) -> Encoded:

@@ -4,6 +4,9 @@ Formats
     text        plain UTF-8 text, one document per file; or JSON Lines with one `{"text": …}` document a line.
     chat        JSON Lines, `{"messages": [{"role", "content", …}, …], "tools": […]}` as OpenAI writes it.
     completion  JSON Lines, `{"prompt": …, "completion": …}`.
+    preference  JSON Lines, a prompt and two answers to it, the better one told: `{"input": {"messages": […]},
+                "preferred_output": […], "non_preferred_output": […]}` as OpenAI writes it, or `{"prompt", "chosen",
+                "rejected"}`, as texts or as lists of messages.
 
 Decisions, each of which has hurt somebody elsewhere
     - A line ends at LF alone. U+2028, U+2029, U+0085, VT and FF are text. CRLF counts as LF, in plain text too.
@@ -19,6 +22,8 @@ Decisions, each of which has hurt somebody elsewhere
       assistant message at least is trained.
     - Several text parts of one content are joined as they are. `content: null` beside `tool_calls` is empty text.
       Arguments of a tool call become the object that their JSON says. `function`, the old role, becomes `tool`.
+    - The answers of a pair may repeat the prompt, or be written without it; without a `prompt` it is the messages that
+      both begin with. Beside lists of messages, a text is a message. Two answers that are the same are an error.
 
 Every error has its line, its column (in characters, from 1), the path of the field, and says what to do.
 """
@@ -29,13 +34,14 @@ import codecs
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Format = Literal["text", "chat", "completion"]
+Format = Literal["text", "chat", "completion", "preference"]
 MAX_LINE_BYTES = 16 * 2**20
 MAX_ERRORS = 100
 """Errors that one report holds; validation stops there."""
@@ -177,7 +183,20 @@ class Completion:
         return len(self.prompt) + len(self.completion)
 
 
-Example = Text | Chat | Completion
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two answers to one prompt: both of the same kind, each in full behind the prompt, which is not learned."""
+
+    line: int
+    chosen: Chat | Completion
+    rejected: Chat | Completion
+
+    @property
+    def characters(self) -> int:
+        return self.chosen.characters + self.rejected.characters
+
+
+Example = Text | Chat | Completion | Preference
 
 
 def validate(
@@ -290,7 +309,7 @@ class _Reading:
 
     def is_json(self, head: bytes) -> bool:
         """Whether the file is JSON Lines. What is accepted depends on the content alone, so that `read` agrees."""
-        if self.format in ("chat", "completion"):
+        if self.format in ("chat", "completion", "preference"):
             return True
         first = head.lstrip(b" \t\r\n").split(b"\n", 1)[0]
         if not first.startswith((b"{", b"[")):
@@ -679,33 +698,143 @@ def _chat(value: object, fault: Fault, line: int, training: bool = True) -> Chat
     if faults:
         return None
     built = [message for message in messages if message is not None]
-    trained = tuple(
-        message["role"] == "assistant" and source.get("weight", 1) != 0
-        for message, source in zip(built, raw, strict=True)
-    )
+    trained = _trained(built, raw)
     if training:
-        _check_learnable(built, trained, counted)
+        _check_learnable(built, trained, counted, ("messages",))
     return None if faults else Chat(line, tuple(built), trained, tools)
 
 
-def _check_learnable(messages: list[dict[str, Any]], trained: tuple[bool, ...], fault: Fault) -> None:
+def _trained(messages: Sequence[dict[str, Any]], raw: Sequence[Any]) -> tuple[bool, ...]:
+    return tuple(
+        message["role"] == "assistant" and source.get("weight", 1) != 0
+        for message, source in zip(messages, raw, strict=True)
+    )
+
+
+def _check_learnable(
+    messages: Sequence[dict[str, Any]], trained: Sequence[bool], fault: Fault, path: Path_, first: int = 0
+) -> None:
+    """`first` is the number in the list at `path` that the first of `messages` has."""
     last = len(messages) - 1
     if not any(message["role"] == "assistant" for message in messages):
-        fault(("messages",), "there is no assistant message, so there is nothing to learn; add the answer")
+        fault(path, "there is no assistant message, so there is nothing to learn; add the answer")
     elif messages[last]["role"] != "assistant":
         fault(
-            ("messages", last),
+            (*path, first + last),
             f"the last message is from {messages[last]['role']!r}; end with an assistant message: "
             "there is nothing to learn after this one",
         )
     elif not any(trained):
-        fault(("messages",), "every assistant message has weight 0, so there is nothing to learn; remove the line")
+        fault(path, "every assistant message has weight 0, so there is nothing to learn; remove the line")
     for index, (message, learned) in enumerate(zip(messages, trained, strict=True)):
         if learned and not message["content"].strip() and not message.get("tool_calls"):
             fault(
-                ("messages", index, "content"),
+                (*path, first + index, "content"),
                 "this assistant message is empty; write the answer, or give the message weight 0",
             )
+
+
+_ANSWERS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
+"""What the better and the worse answer are called: by most, and by OpenAI."""
+
+
+_TEXT: Sequence[Any] = ({},)
+"""Stands for the message as it is written, where it is a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """A list of messages in a pair: where it is, as it is written, and as templates get it."""
+
+    path: Path_
+    raw: Sequence[Any]
+    messages: list[dict[str, Any]]
+
+
+def _preference(value: dict[str, Any], fault: Fault, line: int) -> Preference | None:
+    faults = 0
+
+    def counted(path: Path_, message: str) -> None:
+        nonlocal faults
+        faults += 1
+        fault(path, message)
+
+    as_openai = not value.keys().isdisjoint(_ANSWERS[1])
+    names = better, worse = _ANSWERS[as_openai]
+    source = value.get("input") if as_openai else value
+    where: Path_ = ("input", "messages") if as_openai else ("prompt",)
+    if not isinstance(source, dict) or (as_openai and not isinstance(source.get("messages"), list)):
+        counted(("input",), 'input must be an object that has the prompt: {"messages": […]}')
+        return None
+    for name in names:
+        if value.get(name) is None:
+            counted((name,), f"{name} is missing; a pair has both answers, {better} and {worse}")
+    if faults:
+        return None
+    prompt = source.get("messages" if as_openai else "prompt")
+    answers = [value[name] for name in names]
+    pair: tuple[Chat, ...] | tuple[Completion, ...] = ()
+    if not isinstance(prompt, list) and all(isinstance(answer, str) for answer in answers):
+        pair = _texts_compared(prompt, answers, counted, line)
+    else:
+        asked = None if prompt is None else _turns(prompt, "user", where, counted)
+        both = [_turns(answer, "assistant", (name,), counted) for answer, name in zip(answers, names, strict=True)]
+        tools = _tools(source, counted, where[:-1])
+        if not faults:
+            pair = _chats_compared(asked, both, tools, counted, line)
+    if not faults and pair[0] == pair[1]:
+        counted((worse,), f"{better} and {worse} are the same, so there is nothing to prefer; remove the line")
+    return None if faults else Preference(line, *pair)
+
+
+def _texts_compared(prompt: object, answers: list[str], fault: Fault, line: int) -> tuple[Completion, ...]:
+    if not isinstance(prompt, str):
+        fault(("prompt",), "prompt is missing; add it" if prompt is None else f"prompt is {_name(prompt)}; write text")
+        return ()
+    for name, answer in zip(_ANSWERS[0], answers, strict=True):
+        if not answer.strip():
+            fault((name,), "the answer is empty, so there is nothing to compare; write it or remove the line")
+    return tuple(Completion(line, prompt, answer) for answer in answers)
+
+
+def _chats_compared(
+    asked: _Turns | None, answers: list[_Turns], tools: tuple[dict[str, Any], ...] | None, fault: Fault, line: int
+) -> tuple[Chat, ...]:
+    least = min(len(answer.messages) for answer in answers) - 1
+    both = zip(*(answer.messages[:least] for answer in answers), strict=True)
+    shared = [first for first, _ in takewhile(lambda each: each[0] == each[1], both)]
+    # Beside a prompt that is a text, whole conversations may hold it, and more of it.
+    told = asked is not None and (asked.raw != _TEXT or shared[-1:] != asked.messages)
+    prompt = asked.messages if asked is not None and told else shared
+    if not prompt:
+        fault(("prompt",), "there is no prompt: the answers begin differently; add the messages that both answer")
+        return ()
+    chats = []
+    for answer in answers:
+        # It may repeat the prompt.
+        first = len(prompt) if answer.messages[: len(prompt)] == prompt else 0
+        messages, trained = answer.messages[first:], _trained(answer.messages, answer.raw)[first:]
+        for index, message in enumerate(messages, first):
+            if message["role"] not in ("assistant", "tool"):
+                fault(
+                    (*answer.path, index, "role"),
+                    f"an answer has messages of assistant and tool, and this one is from {message['role']!r}; "
+                    "put it into the prompt",
+                )
+        _check_learnable(messages, trained, fault, answer.path, first)
+        chats.append(Chat(line, (*prompt, *messages), (*(False for _ in prompt), *trained), tools))
+    return tuple(chats)
+
+
+def _turns(value: object, role: str, path: Path_, fault: Fault) -> _Turns:
+    """A list of messages; a text is a message from `role`."""
+    if isinstance(value, str):
+        return _Turns(path, _TEXT, [{"role": role, "content": value}])
+    if not isinstance(value, list) or not value:
+        fault(path, f"{_dotted(path)} must be a list with at least one message")
+        return _Turns(path, [], [])
+    messages = [_message(message, (*path, index), fault) for index, message in enumerate(value)]
+    return _Turns(path, value, [message for message in messages if message is not None])
 
 
 def _message(raw: object, path: Path_, fault: Fault) -> dict[str, Any] | None:
@@ -827,7 +956,7 @@ def _has_surrogate(value: object) -> bool:
     )
 
 
-def _tools(value: dict[str, Any], fault: Fault) -> tuple[dict[str, Any], ...] | None:
+def _tools(value: dict[str, Any], fault: Fault, path: Path_ = ()) -> tuple[dict[str, Any], ...] | None:
     tools, name = value.get("tools"), "tools"
     if tools is None and value.get("functions") is not None:
         name = "functions"
@@ -835,14 +964,15 @@ def _tools(value: dict[str, Any], fault: Fault) -> tuple[dict[str, Any], ...] | 
     if tools is None:
         return None
     if not isinstance(tools, list):
-        fault((name,), f"{name} must be a list, and this is {_name(tools)}")
+        fault((*path, name), f"{name} must be a list, and this is {_name(tools)}")
         return None
     built = []
     for index, tool in enumerate(tools):
         function = tool if name == "functions" else tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             fault(
-                (name, index), 'a tool must be {"type": "function", "function": {"name", "description", "parameters"}}'
+                (*path, name, index),
+                'a tool must be {"type": "function", "function": {"name", "description", "parameters"}}',
             )
             continue
         built.append({"type": "function", "function": function})
@@ -867,7 +997,11 @@ _KINDS = (
     _Kind(
         "preference",
         frozenset({"preferred_output", "non_preferred_output", "chosen", "rejected"}),
-        hint="this is preference data, which can't be trained on yet; upload chat or completion examples",
+        frozenset(
+            {"input", "preferred_output", "non_preferred_output", "prompt", "chosen", "rejected", "tools", "functions"}
+            | {"parallel_tool_calls"}
+        ),
+        _preference,
     ),
     _Kind(
         "chat",

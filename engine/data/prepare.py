@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.config import Data, RunConfig
-from engine.data.chat import Encoded, encode_chat, encode_completion
+from engine.data.chat import Encoded, encode_chat, encode_completion, encode_preference
 from engine.data.format import (
     READ_BYTES,
     Chat,
@@ -20,6 +20,7 @@ from engine.data.format import (
     Example,
     Finding,
     InvalidData,
+    Preference,
     Text,
     examples,
     validate,
@@ -173,6 +174,8 @@ class _Tokenized:
     unit: str
     lengths: array[int] = field(default_factory=lambda: array("i"))
     """Of each example, in ids; empty for text."""
+    parts: int = 1
+    """Segments of an example."""
     bounds: array[int] = field(default_factory=lambda: array("q", [0]))
     """Of the rows of text, in segments; just 0 for the other formats."""
 
@@ -185,8 +188,9 @@ class _Tokenized:
         if self.lengths:
             lengths = [self.lengths[unit] for unit in chosen]
             rows = pack(lengths, data.seq_len + 1) if data.packing else [[place] for place in range(len(lengths))]
-            members = [int(chosen[place]) for row in rows for place in row]
-            sizes = [len(row) for row in rows]
+            firsts = [int(chosen[place]) * self.parts for row in rows for place in row]
+            members = [first + part for first in firsts for part in range(self.parts)]
+            sizes = [len(row) * self.parts for row in rows]
         else:
             starts, ends = np.asarray(self.bounds[:-1])[chosen], np.asarray(self.bounds[1:])[chosen]
             sizes = [int(size) for size in ends - starts]
@@ -270,11 +274,11 @@ class _Work:
                     raise InvalidData([source.named(file, Finding(piece.line, str(unfit)))]) from unfit
                 yield file, piece, ids
 
-    # ---- Chat and completion: examples, each whole in one row ----
+    # ---- Chat, completion and preference: examples, each whole in one row ----
 
     def _pairs(self, source: _Source, store: Store, name: str) -> _Tokenized:
         capacity = self.data.seq_len + 1
-        done = _Tokenized(Counts(), "examples")
+        done = _Tokenized(Counts(), "examples", parts=2 if self.data.format == "preference" else 1)
         overlong, cut_short, empty = _Tally(), _Tally(), _Tally()
         read = longest = 0
         refused: list[Finding] = []
@@ -282,28 +286,30 @@ class _Work:
             read += 1
             at = source.name(file, example.line)
             try:
-                encoded = self._encoded(example)
+                parts = self._encoded(example)
             except InvalidData as problem:
                 # What one conversation lacks, others often lack too: name them all, to the cap.
                 refused.extend(source.named(file, finding) for finding in problem.findings)
                 if len(refused) >= MAX_LINES:
                     break
                 continue
-            length = len(encoded.ids)
+            length = sum(len(part.ids) for part in parts)
             if length > capacity:
                 longest = max(longest, length)
                 overlong.add(f"{at} ({length} tokens)")
                 if self.data.overlong != "truncate":
                     continue
-                encoded = Encoded(encoded.ids[:capacity], encoded.trained[:capacity])
-            if not any(encoded.trained[1:]):
+                parts = _fitted(parts, capacity)
+            # Of two answers that are the same once cut, neither is preferred.
+            if not all(any(part.trained[1:]) for part in parts) or parts[1:] == parts[:1]:
                 empty.add(at)
                 continue
             if length > capacity:
                 cut_short.add(at)
-            store.segments([(store.length, len(encoded.ids), file, example.line)])
-            store.append(encoded.ids, encoded.trained)
-            done.lengths.append(len(encoded.ids))
+            for part in parts:
+                store.segments([(store.length, len(part.ids), file, example.line)])
+                store.append(part.ids, part.trained)
+            done.lengths.append(sum(len(part.ids) for part in parts))
         if refused:
             raise InvalidData(refused)
         if overlong.count and self.data.overlong == "error":
@@ -326,13 +332,26 @@ class _Work:
         if tally.count:
             self.notes.append(f"{tally.count} of {read} {name} examples {what}: {tally}")
 
-    def _encoded(self, example: Example) -> Encoded:
+    def _encoded(self, example: Example) -> tuple[Encoded, ...]:
+        """One document, or the two of a pair, the better one first."""
+        if isinstance(example, Preference):
+            return encode_preference(self.tokenizer, example)
         if isinstance(example, Completion):
             encoded = encode_completion(self.tokenizer, example)
         else:
             assert isinstance(example, Chat)
             encoded = encode_chat(self.tokenizer, example)
-        return Encoded(encoded.ids, [True] * len(encoded.ids)) if self.learns_all else encoded
+        return (Encoded(encoded.ids, [True] * len(encoded.ids)) if self.learns_all else encoded,)
+
+
+def _fitted(parts: Sequence[Encoded], capacity: int) -> tuple[Encoded, ...]:
+    """The documents of an example cut so that they fit in a row together: the longest to what the others leave."""
+    lengths = [len(part.ids) for part in parts]
+    share, left = capacity, capacity
+    for number, length in enumerate(sorted(lengths)):
+        share = left // (len(lengths) - number)
+        left -= min(length, share)
+    return tuple(Encoded(part.ids[:share], part.trained[:share]) for part in parts)
 
 
 @dataclass
@@ -397,11 +416,17 @@ def _texts(data: Data, run_dir: Path, report: Report) -> Iterator[str]:
     for _, example in _Source(data.train, run_dir, data.format, report, phase="tokenizer"):
         if isinstance(example, Text):
             yield example.text
-        elif isinstance(example, Chat):
-            yield from (message["content"] for message in example.messages)
+        elif isinstance(example, Preference):
+            yield from _read(example.chosen)
+            yield from _read(example.rejected)
         else:
-            yield example.prompt
-            yield example.completion
+            yield from _read(example)
+
+
+def _read(example: Chat | Completion) -> Sequence[str]:
+    if isinstance(example, Chat):
+        return [message["content"] for message in example.messages]
+    return example.prompt, example.completion
 
 
 def _held_out(done: _Tokenized, data: Data, fraction: float, seed: int) -> tuple[Table, Table]:

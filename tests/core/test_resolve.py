@@ -37,6 +37,7 @@ UPLOADS = [
     upload("lines", "text"),
     upload("chat", "chat"),
     upload("pairs", "completion"),
+    upload("preferences", "preference"),
     upload("tokenizer", None, vocab_size=1000),
     upload("notes", None),
 ]
@@ -344,6 +345,7 @@ REFUSALS: list[Any] = [
         id="batch over micro-batches",
     ),
     pytest.param(SCRATCH, {"data": {"train": ["file-chat"]}}, "data.train", 'kind "finetune"', id="chat"),
+    pytest.param(FINETUNE, {"data": {"train": ["file-preferences"]}}, "data.train", "no method", id="preference"),
     pytest.param(
         FINETUNE, {"data": {"train": ["file-chat", "file-pairs"]}}, "data.train.1", "one format at a time", id="mixed"
     ),

@@ -71,6 +71,14 @@ def chat_line(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
+def pair_line(question: str, chosen: str, rejected: str) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": question}], "chosen": chosen, "rejected": rejected}
+
+
+OBJECTIVES = {"text": "pretrain", "preference": "dpo"}
+"""Of what is not imitated only where it is trained."""
+
+
 def run(
     *, objective: str | None = None, seed: int = 1, tokenizer: TokenizerSource | None = None, **data: Any
 ) -> RunConfig:
@@ -78,7 +86,7 @@ def run(
     return RunConfig(
         model=SHAPE,
         tokenizer=tokenizer or TokenizerSource(type="bytes"),
-        objective=objective or ("pretrain" if data["format"] == "text" else "sft"),
+        objective=objective or OBJECTIVES.get(data["format"], "sft"),
         data=Data(**data),
         training=Training(steps=1, global_batch=4, micro_batch=2, lr=1e-3, seed=seed),
     )

@@ -17,6 +17,7 @@ from engine.data.format import (
     Chat,
     Completion,
     InvalidData,
+    Preference,
     Report,
     Text,
     conversation,
@@ -105,7 +106,36 @@ BAD_LINES = [
     pytest.param('{"text":"a","n":NaN}', None, "NaN", id="NaN"),
     pytest.param('{"text":' + "[" * 100_000 + "}", None, "nested", id="nested without end"),
     pytest.param('¶{"conversations":[]}', None, '"messages"', id="ShareGPT"),
-    pytest.param('¶{"chosen":"a","rejected":"b"}', None, "preference", id="preference"),
+    pytest.param('¶{"chosen":"a","rejected":"b"}', "prompt", "missing", id="a pair without a prompt"),
+    pytest.param('¶{"prompt":"q","chosen":"a"}', "rejected", "both answers", id="a pair without its half"),
+    pytest.param('{"prompt":¶5,"chosen":"a","rejected":"b"}', "prompt", "a number", id="a pair's prompt is a number"),
+    pytest.param('{"prompt":"q","chosen":"a","rejected":¶" "}', "rejected", "empty", id="an empty half"),
+    pytest.param('{"prompt":"q","chosen":"a","rejected":¶"a"}', "rejected", "the same", id="nothing to prefer"),
+    pytest.param('{"input":¶[],"preferred_output":"a","non_preferred_output":"b"}', "input", "prompt", id="bare input"),
+    pytest.param(
+        '{"input":{"messages":[' + USER + ']},"preferred_output":[' + ASSISTANT + '],"non_preferred_output":¶[]}',
+        "non_preferred_output", "at least one", id="no answer",
+    ),
+    pytest.param(
+        '{"input":{"messages":[' + USER + '],"tools":[¶5]},"preferred_output":"a","non_preferred_output":"b"}',
+        "input.tools[0]", "function", id="a pair's tool",
+    ),
+    pytest.param(
+        '{"prompt":"q","chosen":[' + ASSISTANT + '],"rejected":[{"role":¶"user","content":"c"},' + ASSISTANT + "]}",
+        "rejected[0].role", "put it into the prompt", id="an answer that asks",
+    ),
+    pytest.param(
+        '{"prompt":"q","chosen":[' + ASSISTANT + '],"rejected":[{"role":"assistant","content":¶""}]}',
+        "rejected[0].content", "empty", id="a message of an answer is empty",
+    ),
+    pytest.param(
+        '¶{"chosen":[' + ASSISTANT + '],"rejected":[' + USER + "," + ASSISTANT + "]}",
+        "prompt", "begin differently", id="answers that share nothing",
+    ),
+    pytest.param(
+        '{"chosen":[' + USER + "," + ASSISTANT + '],"rejected":¶[' + USER + "," + ASSISTANT + "]}",
+        "rejected", "the same", id="the same conversation twice",
+    ),
 ]  # fmt: skip
 
 
@@ -298,6 +328,54 @@ def test_reading_gives_the_messages_that_templates_expect() -> None:
             ({"type": "function", "function": {"name": "f", "parameters": {}}},),
         )
     ]
+
+
+SYSTEM = {"role": "system", "content": "s"}
+ASKS = {"role": "user", "content": "q"}
+BETTER, WORSE = ({"role": "assistant", "content": text} for text in "ab")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(
+            {"input": {"messages": [SYSTEM, ASKS]}, "preferred_output": [BETTER], "non_preferred_output": [WORSE]},
+            id="as OpenAI writes it",
+        ),
+        pytest.param({"prompt": [SYSTEM, ASKS], "chosen": [BETTER], "rejected": [WORSE]}, id="answers alone"),
+        pytest.param({"prompt": [SYSTEM, ASKS], "chosen": "a", "rejected": "b"}, id="answers as texts"),
+        pytest.param(
+            {"prompt": [SYSTEM, ASKS], "chosen": [SYSTEM, ASKS, BETTER], "rejected": [SYSTEM, ASKS, WORSE]},
+            id="the prompt three times",
+        ),
+        pytest.param({"chosen": [SYSTEM, ASKS, BETTER], "rejected": [SYSTEM, ASKS, WORSE]}, id="without a prompt"),
+        pytest.param(
+            {"prompt": "q", "chosen": [SYSTEM, ASKS, BETTER], "rejected": [SYSTEM, ASKS, WORSE]},
+            id="conversations beside a text that they hold",
+        ),
+    ],
+)
+def test_a_pair_is_the_same_however_it_is_written(line: object) -> None:
+    chosen, rejected = (Chat(1, (SYSTEM, ASKS, answer), (False, False, True)) for answer in (BETTER, WORSE))
+
+    assert list(examples([json.dumps(line).encode()], "preference")) == [Preference(1, chosen, rejected)]
+
+
+def test_a_pair_of_texts_is_read_as_completions_are() -> None:
+    line = b'{"prompt":"q","chosen":"a","rejected":"b"}'
+
+    assert list(examples([line], "preference")) == [Preference(1, Completion(1, "q", "a"), Completion(1, "q", "b"))]
+
+
+def test_what_the_prompt_of_a_pair_answered_is_not_learned() -> None:
+    line = {"prompt": [ASKS, BETTER, ASKS], "chosen": "c", "rejected": [{**WORSE, "weight": 0}, BETTER]}
+    (pair,) = examples([json.dumps(line).encode()], "preference")
+
+    assert isinstance(pair, Preference)
+    assert isinstance(pair.chosen, Chat)
+    assert isinstance(pair.rejected, Chat)
+    assert pair.chosen.trained == (False, False, False, True)
+    assert pair.rejected.trained == (False, False, False, False, True)
 
 
 def test_reading_stops_at_the_first_bad_line() -> None:

@@ -130,6 +130,58 @@ def test_pretraining_on_conversations_learns_every_id(tmp_path: Path) -> None:
     assert make.prepared(tmp_path, line, format="chat", seq_len=64, objective="pretrain").train.labels() == 22
 
 
+def pairs(rows: Rows) -> list[bytes]:
+    """Each pair, its answers joined as they lie."""
+    found = documents(rows)
+    return [better + worse for better, worse in zip(found[::2], found[1::2], strict=True)]
+
+
+def test_the_answers_of_a_pair_are_neighbours_in_one_row(tmp_path: Path) -> None:
+    # By hand: <|im_start|>user, \n, q0, <|im_end|>, \n, <|im_start|>assistant, \n, the answer, <|im_end|>, \n.
+    content = make.jsonl(make.pair_line(f"q{number}", "yes", "no" * (number + 1)) for number in range(8))
+    done = make.prepared(tmp_path, content, format="preference", seq_len=120)
+    whole = [
+        f"user\nq{number}\nassistant\nyes\nuser\nq{number}\nassistant\n{'no' * (number + 1)}\n" for number in range(8)
+    ]
+
+    assert sorted(pairs(done.train)) == sorted(text.encode() for text in whole)
+    assert done.counts == Counts(examples=8, kept=8, rows=len(done.train), tokens=done.train.tokens)
+    assert len(done.train) < 8
+    # Of each answer its bytes and the end of the turn are learned.
+    assert done.train.labels() == sum(3 + 1 + 2 * (number + 1) + 1 for number in range(8))
+    assert sorted(line for row in range(len(done.train)) for _, line in done.train.origins(row)) == sorted(
+        2 * list(range(1, 9))
+    )
+
+
+def test_held_out_pairs_stay_whole(tmp_path: Path) -> None:
+    content = make.jsonl(make.pair_line("q", "a" * number, "b" * number) for number in range(1, 11))
+    done = make.prepared(tmp_path, content, format="preference", seq_len=200, validation=0.3)
+
+    assert done.validation is not None
+    assert len(pairs(done.validation)) == 3
+    assert len(pairs(done.train)) == 7
+    for pair in pairs(done.validation) + pairs(done.train):
+        # "assistant" has two a's, and both sides say it.
+        assert pair.count(b"a") - 4 == pair.count(b"b")
+
+
+def test_a_long_pair_is_cut_on_the_longer_side_and_left_out_where_no_answer_is_left(tmp_path: Path) -> None:
+    # A prompt takes 18 ids, and an answer 2 more than its bytes.
+    content = make.jsonl(
+        [
+            make.pair_line("q", "a", "b" * 100),
+            make.pair_line("q" * 90, "a", "b"),
+            make.pair_line("q", "x" * 80, "x" * 90),
+        ]
+    )
+    done = make.prepared(tmp_path, content, format="preference", seq_len=63, overlong="truncate")
+
+    assert (done.counts.kept, done.counts.truncated, done.counts.untrainable) == (1, 1, 2)
+    assert int(done.train.filled[0]) == 64
+    assert any("line 2" in note and "line 3" in note and "left out" in note for note in done.notes)
+
+
 @pytest.mark.parametrize("fraction", [0.001, 0.1, 0.5, 0.999])
 @pytest.mark.parametrize("form", ["chat", "text"])
 def test_a_held_out_share_leaves_something_on_both_sides(fraction: float, form: str, tmp_path: Path) -> None:
