@@ -20,6 +20,7 @@ from api.measures import Measures
 from api.protocol import request_id as new_request_id
 from api.routes import completions, files, health, jobs, keys, models, nodes
 from api.sse import Streams
+from core import examining
 from core.services import Services
 
 log = structlog.get_logger()
@@ -47,6 +48,7 @@ def create_app(services: Services) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.streams = Streams(services)
         app.state.sampling = CapacityLimiter(completions.AT_ONCE)
+        app.state.examining = CapacityLimiter(examining.AT_ONCE)
         yield
         await app.state.streams.ended()
 

@@ -513,11 +513,44 @@ def list_files(context: typer.Context, as_json: JsonFlag = False) -> None:
 
 @files_app.command("report")
 def report_file(
-    context: typer.Context, file: Annotated[str, typer.Argument(metavar="FILE", help="Id of the file.")]
+    context: typer.Context,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Id of the file.")],
+    base: Annotated[str | None, typer.Option(help="Also say what becomes of each example under this model.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
+    overlong: Annotated[str, typer.Option(help="error, drop or truncate.")] = "error",
 ) -> None:
     """Print what validation found in a file."""
+    under = {"base": base, "seq_len": seq_len, "overlong": overlong} if base else {}
     with client(context) as trainshed:
-        show_json(trainshed.file_report(file))
+        show_json(trainshed.file_report(file, **{name: value for name, value in under.items() if value is not None}))
+
+
+@files_app.command("preview")
+def preview_file(
+    context: typer.Context,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Id of the file.")],
+    base: Annotated[str, typer.Option(help="The model whose tokenizer and template render it.")],
+    line: Annotated[int, typer.Option(help="Show examples from this line on.")] = 1,
+    limit: Annotated[int, typer.Option(help="Examples to show.")] = 3,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show examples as a model sees them, what is learned in colour and between brackets."""
+    with client(context) as trainshed:
+        seen = trainshed.preview(file, base, first_line=line, limit=limit)
+    if as_json:
+        show_json(seen)
+        return
+    for example in seen["data"]:
+        for shown in filter(None, (example, example["rejected"])):
+            said = f": {shown['message']}" if shown["message"] else f", {shown['tokens']} tokens"
+            typer.secho(f"line {shown['line']}, {shown['fate']}{said}", bold=True)
+            for span in shown["spans"]:
+                typer.secho(
+                    f"[{span['text']}]" if span["trained"] else span["text"],
+                    nl=False,
+                    fg="green" if span["trained"] else None,
+                )
+            typer.echo()
 
 
 @files_app.command("delete")

@@ -101,8 +101,13 @@ class Client:
     def files(self, **query: Any) -> Iterator[Json]:
         return self._pages("v1/files", query)
 
-    def file_report(self, file_id: str) -> Json:
-        return self._json("GET", f"v1/files/{_part(file_id)}/report")
+    def file_report(self, file_id: str, **under: Any) -> Json:
+        """What validation found; with `base=…`, also what becomes of each example under that model."""
+        return self._json("GET", f"v1/files/{_part(file_id)}/report", params=under)
+
+    def preview(self, file_id: str, base: str, **which: Any) -> Json:
+        """Some examples in ids and text, as `base` reads them, and what of them is learned."""
+        return self._json("POST", f"v1/files/{_part(file_id)}/preview", json={"base": base, **which})
 
     def delete_file(self, file_id: str) -> Json:
         return self._json("DELETE", f"v1/files/{_part(file_id)}")

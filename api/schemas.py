@@ -65,6 +65,44 @@ class FileOut(Out):
         )
 
 
+class SpanOut(Out):
+    """A run of text that is learned, or is not."""
+
+    trained: bool
+    text: str
+
+
+class ShownOut(Out):
+    """An example as the model sees it."""
+
+    line: int
+    fate: Literal["kept", "truncated", "overlong", "untrainable", "refused"]
+    """What becomes of it; overlong is dropped, or fails the job."""
+    message: str | None = None
+    """Why the base's template refuses it."""
+    tokens: int | None = None
+    trainable_tokens: int | None = None
+    more: bool = False
+    """There are more ids than are shown."""
+    ids: list[int] = []
+    mask: list[int] = []
+    """For each id, 1 where it is learned."""
+    text: str | None = None
+    """Of the ids, control tokens included."""
+    spans: list[SpanOut] = []
+    rejected: ShownOut | None = None
+    """Of a preference pair the other answer; the example itself is the better one."""
+
+
+class PreviewOut(Out):
+    """Some examples of a file under a base."""
+
+    object: Literal["list"] = "list"
+    base: str
+    seq_len: int
+    data: list[ShownOut]
+
+
 class FileList(ListOut):
     data: list[FileOut]
 

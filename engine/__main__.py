@@ -7,7 +7,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import get_args
+
+from engine.data.format import Format
+
+EXAMINER_BYTES = 8 * 2**30
+"""Of address space, most of which is never touched."""
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -44,6 +51,32 @@ def serve(arguments: argparse.Namespace) -> int:
         serve(arguments.model, sys.stdin, sys.stdout, device=device_named(arguments.device))
     except ValueError as error:
         return refused(error)
+    return 0
+
+
+def examine(arguments: argparse.Namespace) -> int:
+    import json
+    import resource
+
+    from engine.data.examine import Reading, preview, survey
+    from engine.data.format import READ_BYTES
+    from engine.tokenizer import Tokenizer
+
+    # A template is somebody's program: whatever it does, it does not take the host with it.
+    resource.setrlimit(resource.RLIMIT_AS, (EXAMINER_BYTES, EXAMINER_BYTES))
+    reading = Reading(arguments.format, arguments.seq_len, arguments.overlong, arguments.packing)
+    chunks = iter(partial(os.read, sys.stdin.fileno(), READ_BYTES), b"")
+    try:
+        tokenizer = Tokenizer.load(arguments.model)
+        if arguments.preview is None:
+            told: object = survey(tokenizer, chunks, reading, seconds=arguments.seconds)
+        else:
+            told = preview(tokenizer, chunks, reading, first_line=arguments.first_line, limit=arguments.preview)
+    except ValueError as error:
+        return refused(error)
+    except MemoryError:
+        return refused(ValueError("the base's chat template takes more memory than there is; choose another base"))
+    sys.stdout.write(f"{json.dumps(told, ensure_ascii=False)}\n")
     return 0
 
 
@@ -98,13 +131,28 @@ def parser() -> argparse.ArgumentParser:
     run_file(sub)
     sub.add_argument("--json", action="store_true", help="one JSON array of ranks instead of a table")
 
-    def model(sub: argparse.ArgumentParser) -> None:
+    def model(sub: argparse.ArgumentParser, *, device: bool = True) -> None:
         sub.add_argument("model", type=folder, metavar="MODEL_DIR", help="a folder in Hugging Face layout")
+        if not device:
+            return
         sub.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N; default: cpu")
 
     model(
         command("serve", serve, "Load a model, then answer a JSON request a line on stdin with a JSON line on stdout.")
     )
+    sub = command(
+        "examine",
+        examine,
+        "Say how a model would read the training file on stdin: what is kept, cut, left out, or how it looks.",
+    )
+    model(sub, device=False)
+    sub.add_argument("--format", choices=get_args(Format), required=True)
+    sub.add_argument("--seq-len", type=positive, default=1024, help="tokens in a row")
+    sub.add_argument("--overlong", choices=("error", "drop", "truncate"), default="error")
+    sub.add_argument("--no-packing", dest="packing", action="store_false", help="each example has a row of its own")
+    sub.add_argument("--seconds", type=float, default=3600.0, help="how long it may read")
+    sub.add_argument("--preview", type=positive, metavar="N", help="show so many examples with ids, text and mask")
+    sub.add_argument("--first-line", type=positive, default=1, help="show examples from this line on")
     sub = command("generate", generate, "Continue a prompt once.")
     model(sub)
     sub.add_argument("--prompt", required=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
+from anyio import to_thread
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -16,9 +19,11 @@ from starlette.requests import ClientDisconnect
 from api import ranges
 from api.deps import AfterDep, OrderDep, OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep
 from api.errors import errors
-from api.schemas import DeletedOut, FileList, FileOut
-from core import files
-from core.errors import FileTooLarge, Forbidden, InUse, InvalidFile, InvalidRequest, NotFound
+from api.schemas import DeletedOut, FileList, FileOut, PreviewOut
+from core import examining, files
+from core.errors import FileTooLarge, Forbidden, InUse, InvalidFile, InvalidModel, InvalidRequest, NotFound, Unavailable
+from core.keys import Account
+from core.services import Services
 
 PATH = "/v1/files"
 CHUNK = 1024 * 1024
@@ -28,6 +33,7 @@ WANTED = "Send the file as the part `file` of a multipart/form-data body."
 
 router = APIRouter(prefix=PATH, tags=["files"])
 
+Overlong = Literal["error", "drop", "truncate"]
 FileId = Annotated[str, Path(description="Id of the file.", examples=["file-4f1c09a1b2c3d4e5f6a7b8c9"])]
 
 
@@ -151,7 +157,69 @@ def get_content(
     )
 
 
-@router.get("/{file_id}/report", responses=errors(NotFound))
-def get_report(file_id: FileId, owner: OwnerDep, session: ReadingDep) -> dict[str, Any]:
-    """Get what validation found: the format, how many examples, and what is odd about them."""
-    return files.get(session, owner, file_id).report
+BaseDep = Annotated[
+    str | None, Query(max_length=255, description="A model: how would a job that starts from it read this?")
+]
+SeqLenDep = Annotated[int | None, Query(ge=2, le=2**20, description="Tokens in a row. Default: as a job's.")]
+OverlongDep = Annotated[Overlong, Query(description="What a job would do with an example longer than a row.")]
+
+
+@router.get("/{file_id}/report", responses=errors(NotFound, InvalidModel, Unavailable))
+async def get_report(
+    file_id: FileId,
+    request: Request,
+    owner: OwnerDep,
+    services: ServicesDep,
+    base: BaseDep = None,
+    seq_len: SeqLenDep = None,
+    overlong: OverlongDep = "error",
+    packing: Annotated[bool, Query(description="Whether rows hold several examples.")] = True,
+) -> dict[str, Any]:
+    """Get what validation found: the format, how many examples, and what is odd about them.
+
+    With a `base`, also what becomes of each under its tokenizer and chat template: how many are kept, truncated,
+    dropped, or left out since nothing in them would be learned, with their lines; tokens, how many of them are
+    learned, and how full the rows are. `problem` says why a job would fail. A file that takes too long is told as far
+    as it was read: `complete` is then false.
+    """
+    if base is None:
+        return await to_thread.run_sync(partial(_report, services, owner, file_id))
+    question = examining.Question(file_id, base, seq_len, overlong, packing)
+    return await _aside(request, partial(examining.survey, services, owner, question))
+
+
+def _report(services: Services, owner: Account, file_id: str) -> dict[str, Any]:
+    with services.db.reading() as session:
+        return files.get(session, owner, file_id).report
+
+
+class PreviewAsk(BaseModel):
+    """Which examples to show, and through whose template."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    base: str = Field(min_length=1, max_length=255)
+    """Name of the model that a job would start from."""
+    first_line: int = Field(1, ge=1)
+    """Examples from this line of the file on."""
+    limit: int = Field(3, ge=1, le=20)
+    """Examples wanted."""
+    seq_len: int | None = Field(None, ge=2, le=2**20)
+    """Tokens in a row. Default: as a job's."""
+    overlong: Overlong = "error"
+    """What the job would do with an example longer than a row."""
+
+
+@router.post("/{file_id}/preview", responses=errors(NotFound, InvalidModel, Unavailable))
+async def preview(
+    file_id: FileId, ask: PreviewAsk, request: Request, owner: OwnerDep, services: ServicesDep
+) -> PreviewOut:
+    """See examples as a model would: rendered through a base's chat template, in ids, with what of them is learned."""
+    question = examining.Question(file_id, ask.base, ask.seq_len, ask.overlong)
+    seen = partial(examining.preview, services, owner, question, first_line=ask.first_line, limit=ask.limit)
+    return PreviewOut.model_validate(await _aside(request, seen))
+
+
+async def _aside(request: Request, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """In a thread apart from the other endpoints': however many wait for an examination, a submit does not."""
+    return await to_thread.run_sync(call, limiter=request.app.state.examining)

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from engine.config import Data, RunConfig
-from engine.data.chat import Encoded, encode_chat, encode_completion, encode_preference
 from engine.data.format import (
     READ_BYTES,
     Chat,
@@ -25,8 +24,10 @@ from engine.data.format import (
     examples,
     validate,
 )
+from engine.data.judging import judge
 from engine.data.packing import cut, pack
 from engine.data.rows import Array, Rows, Store
+from engine.data.texts import encoded_pieces
 from engine.tokenizer import InvalidTokenizer, Tokenizer
 
 Report = Callable[[str, int, int, str], None]
@@ -36,7 +37,6 @@ MAX_LINES = 20
 """Lines that a note names."""
 _HELD_OUT = 0x7661  # keeps the draw of held-out rows apart from the shuffling of epochs
 _SEGMENTS_AT_ONCE = 4096
-_BATCH_CHARACTERS = 2**20
 
 
 @dataclass(frozen=True)
@@ -245,34 +245,15 @@ class _Work:
     def _documents(self, source: _Source, store: Store, done: _Tokenized) -> Iterator[tuple[tuple[int, int, int], int]]:
         """Write each document, in pieces as they come; yields its start, file and line, and its length."""
         start, begun, origin, count = 0, False, (0, 0), 0
-        for file, piece, ids in self._encoded_pieces(source):
+        for file, piece, ids in encoded_pieces(self.tokenizer, source, named=source.named):
             if not begun:
                 start, origin = store.length, (file, piece.line)
-                store.append(self.tokenizer.start_ids)
             store.append(ids)
             begun = not piece.ends
             if piece.ends:
-                store.append([self.tokenizer.eos_id] if self.tokenizer.eos_id is not None else [])
                 count += 1
                 done.counts = Counts(examples=count, kept=count)
                 yield (start, *origin), store.length - start
-
-    def _encoded_pieces(self, source: _Source) -> Iterator[tuple[int, Text, list[int]]]:
-        """The pieces with their ids, tokenised some at a time so that every core has work."""
-        begun = False
-        for some in _batches(source):
-            pieces: list[tuple[int, Text, bool]] = []
-            for file, piece in some:
-                assert isinstance(piece, Text)
-                pieces.append((file, piece, begun))
-                begun = not piece.ends
-            encoded = self.tokenizer.encode_all([(piece.text, follows) for _, piece, follows in pieces])
-            for file, piece, _ in pieces:
-                try:
-                    ids = next(encoded)
-                except ValueError as unfit:
-                    raise InvalidData([source.named(file, Finding(piece.line, str(unfit)))]) from unfit
-                yield file, piece, ids
 
     # ---- Chat, completion and preference: examples, each whole in one row ----
 
@@ -285,31 +266,34 @@ class _Work:
         for file, example in source:
             read += 1
             at = source.name(file, example.line)
+            assert isinstance(example, Chat | Completion | Preference)
             try:
-                parts = self._encoded(example)
+                judged = judge(
+                    self.tokenizer,
+                    example,
+                    capacity=capacity,
+                    truncate=self.data.overlong == "truncate",
+                    learns_all=self.learns_all,
+                )
             except InvalidData as problem:
                 # What one conversation lacks, others often lack too: name them all, to the cap.
                 refused.extend(source.named(file, finding) for finding in problem.findings)
                 if len(refused) >= MAX_LINES:
                     break
                 continue
-            length = sum(len(part.ids) for part in parts)
-            if length > capacity:
-                longest = max(longest, length)
-                overlong.add(f"{at} ({length} tokens)")
-                if self.data.overlong != "truncate":
-                    continue
-                parts = _fitted(parts, capacity)
-            # Of two answers that are the same once cut, neither is preferred.
-            if not all(any(part.trained[1:]) for part in parts) or parts[1:] == parts[:1]:
+            if judged.length > capacity:
+                longest = max(longest, judged.length)
+                overlong.add(f"{at} ({judged.length} tokens)")
+            if judged.fate == "untrainable":
                 empty.add(at)
+            if judged.fate in ("overlong", "untrainable"):
                 continue
-            if length > capacity:
+            if judged.fate == "truncated":
                 cut_short.add(at)
-            for part in parts:
+            for part in judged.parts:
                 store.segments([(store.length, len(part.ids), file, example.line)])
                 store.append(part.ids, part.trained)
-            done.lengths.append(sum(len(part.ids) for part in parts))
+            done.lengths.append(sum(len(part.ids) for part in judged.parts))
         if refused:
             raise InvalidData(refused)
         if overlong.count and self.data.overlong == "error":
@@ -331,27 +315,6 @@ class _Work:
     def _note(self, name: str, read: int, tally: _Tally, what: str) -> None:
         if tally.count:
             self.notes.append(f"{tally.count} of {read} {name} examples {what}: {tally}")
-
-    def _encoded(self, example: Example) -> tuple[Encoded, ...]:
-        """One document, or the two of a pair, the better one first."""
-        if isinstance(example, Preference):
-            return encode_preference(self.tokenizer, example)
-        if isinstance(example, Completion):
-            encoded = encode_completion(self.tokenizer, example)
-        else:
-            assert isinstance(example, Chat)
-            encoded = encode_chat(self.tokenizer, example)
-        return (Encoded(encoded.ids, [True] * len(encoded.ids)) if self.learns_all else encoded,)
-
-
-def _fitted(parts: Sequence[Encoded], capacity: int) -> tuple[Encoded, ...]:
-    """The documents of an example cut so that they fit in a row together: the longest to what the others leave."""
-    lengths = [len(part.ids) for part in parts]
-    share, left = capacity, capacity
-    for number, length in enumerate(sorted(lengths)):
-        share = left // (len(lengths) - number)
-        left -= min(length, share)
-    return tuple(Encoded(part.ids[:share], part.trained[:share]) for part in parts)
 
 
 @dataclass
@@ -395,20 +358,6 @@ class _Source:
         if len(self.files) == 1:
             return finding
         return replace(finding, message=f"{self.files[file].name}: {finding.message}")
-
-
-def _batches(source: _Source) -> Iterator[list[tuple[int, Example]]]:
-    """The examples, so many at a time that they have about `_BATCH_CHARACTERS`."""
-    batch: list[tuple[int, Example]] = []
-    characters = 0
-    for file, example in source:
-        batch.append((file, example))
-        characters += example.characters
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def _texts(data: Data, run_dir: Path, report: Report) -> Iterator[str]:

@@ -1,0 +1,232 @@
+"""A file as a base would read it, without training: what becomes of each example, and what some of them look like.
+
+It imports no torch, and reads the file once, from wherever its bytes come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from time import monotonic
+from typing import Any, Literal
+
+from engine.data.chat import Encoded
+from engine.data.format import Example, Finding, Format, InvalidData, Text, examples
+from engine.data.judging import Fate, judge
+from engine.data.packing import cut, pack
+from engine.data.texts import encoded_pieces
+from engine.tokenizer import Tokenizer
+
+MAX_PLACES = 100
+"""Lines that each part of a report names."""
+MAX_SHOWN = 32_768
+"""Ids that a preview shows of one example."""
+Overlong = Literal["error", "drop", "truncate"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a job would read the file."""
+
+    format: Format
+    seq_len: int
+    overlong: Overlong = "error"
+    packing: bool = True
+
+
+@dataclass
+class _Group:
+    """Examples that share a fate: how many, and where the first are."""
+
+    count: int = 0
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, line: int, **facts: Any) -> None:
+        self.count += 1
+        if len(self.lines) < MAX_PLACES:
+            self.lines.append({"line": line, **facts})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "lines": self.lines}
+
+
+def survey(tokenizer: Tokenizer, chunks: Iterable[bytes], reading: Reading, *, seconds: float) -> dict[str, Any]:
+    """How many examples are kept, cut and left out, with their lines, and how full the rows become.
+
+    What takes longer than `seconds` is told as far as it was read, with `complete` false.
+    """
+    until = monotonic() + seconds
+    work = _survey_text if reading.format == "text" else _survey_examples
+    return work(tokenizer, examples(chunks, reading.format), reading, until)
+
+
+def _survey_examples(tokenizer: Tokenizer, source: Iterator[Example], reading: Reading, until: float) -> dict[str, Any]:
+    capacity = reading.seq_len + 1
+    groups: dict[Fate, _Group] = {fate: _Group() for fate in ("truncated", "overlong", "untrainable")}
+    refused, lengths = _Group(), []
+    read = trained = 0
+    longest, complete = {"line": 0, "tokens": 0}, True
+    for example in source:
+        assert not isinstance(example, Text)
+        if monotonic() > until:
+            complete = False
+            break
+        read += 1
+        try:
+            judged = judge(tokenizer, example, capacity=capacity, truncate=reading.overlong == "truncate")
+        except InvalidData as problem:
+            refused.add(example.line, message=problem.findings[0].message)
+            continue
+        if judged.length > longest["tokens"]:
+            longest = {"line": example.line, "tokens": judged.length}
+        if judged.fate != "kept":
+            groups[judged.fate].add(example.line, tokens=judged.length)
+        if judged.fate in ("kept", "truncated"):
+            lengths.append(sum(len(part.ids) for part in judged.parts))
+            trained += sum(sum(part.trained[1:]) for part in judged.parts)
+    rows = pack(lengths, capacity) if reading.packing else [[place] for place in range(len(lengths))]
+    tokens = sum(min(sum(lengths[place] for place in row), reading.seq_len) for row in rows)
+    return {
+        "complete": complete,
+        "examined": read,
+        "kept": len(lengths),
+        "truncated": groups["truncated"].to_dict(),
+        "dropped": groups["overlong"].to_dict(),
+        "untrainable": groups["untrainable"].to_dict(),
+        "refused": refused.to_dict(),
+        "longest": longest,
+        **_rows(len(rows), tokens, trained, reading),
+        "problem": _problem(len(lengths), groups["overlong"], refused, longest, reading),
+    }
+
+
+def _problem(kept: int, overlong: _Group, refused: _Group, longest: dict[str, int], reading: Reading) -> str | None:
+    """Why a job that reads the file so would fail; None where it would not."""
+    if refused.count:
+        return f"{refused.count} examples can't be shown by the base's chat template: {refused.lines[0]['message']}"
+    if overlong.count and reading.overlong == "error":
+        return (
+            f"{overlong.count} examples are longer than seq_len={reading.seq_len}: raise it to "
+            f'{longest["tokens"] - 1} if the model takes as many, or set data.overlong to "drop" or "truncate"'
+        )
+    return None if kept else "no example is left to learn from"
+
+
+def _survey_text(tokenizer: Tokenizer, source: Iterator[Example], reading: Reading, until: float) -> dict[str, Any]:
+    documents = 0
+    complete = True
+
+    def in_time() -> Iterator[tuple[int, Example]]:
+        nonlocal complete
+        for example in source:
+            if monotonic() > until:
+                complete = False
+                return
+            yield 0, example
+
+    def lengths() -> Iterator[tuple[int, int]]:
+        nonlocal documents
+        length = 0
+        for _, piece, ids in encoded_pieces(tokenizer, in_time(), named=_as_it_is):
+            length += len(ids)
+            if piece.ends:
+                documents += 1
+                yield piece.line, length
+                length = 0
+        if length:
+            documents += 1
+            yield 0, length
+
+    rows = tokens = trained = 0
+    for row in cut(lengths(), reading.seq_len + 1, packing=reading.packing):
+        filled = sum(length for _, _, length in row)
+        rows += 1
+        tokens += min(filled, reading.seq_len)
+        trained += filled - len(row)
+    nothing = _Group().to_dict()
+    return {
+        "complete": complete,
+        "examined": documents,
+        "kept": documents,
+        **{name: nothing for name in ("truncated", "dropped", "untrainable", "refused")},
+        "longest": None,
+        **_rows(rows, tokens, trained, reading),
+        "problem": None if rows else "the text is too short for one token to follow another",
+    }
+
+
+def _rows(rows: int, tokens: int, trained: int, reading: Reading) -> dict[str, Any]:
+    return {
+        "tokens": tokens,
+        "trainable_tokens": trained,
+        "rows": rows,
+        "filled": round(tokens / (rows * reading.seq_len), 4) if rows else 0.0,
+    }
+
+
+def _as_it_is(_: object, finding: Finding) -> Finding:
+    return finding
+
+
+def preview(
+    tokenizer: Tokenizer, chunks: Iterable[bytes], reading: Reading, *, first_line: int = 1, limit: int = 3
+) -> list[dict[str, Any]]:
+    """Examples from a line on as the model sees them: ids, their text, and which of them are learned."""
+    source = (example for example in examples(chunks, reading.format) if example.line >= first_line)
+    shown = _shown_texts(tokenizer, source) if reading.format == "text" else _shown_examples(tokenizer, source, reading)
+    return list(islice(shown, limit))
+
+
+def _shown_texts(tokenizer: Tokenizer, source: Iterator[Example]) -> Iterator[dict[str, Any]]:
+    ids: list[int] = []
+    line = 0
+    for _, piece, more in encoded_pieces(tokenizer, ((0, piece) for piece in source), named=_as_it_is):
+        line = line or piece.line
+        ids += more
+        if piece.ends or len(ids) > MAX_SHOWN:
+            yield _shown(tokenizer, line, Encoded(ids, [True] * len(ids)), "kept", more=not piece.ends)
+            ids, line = [], 0
+            if not piece.ends:
+                # The rest of so long a document is not worth reading for the sake of the next.
+                return
+
+
+def _shown_examples(tokenizer: Tokenizer, source: Iterator[Example], reading: Reading) -> Iterator[dict[str, Any]]:
+    for example in source:
+        assert not isinstance(example, Text)
+        try:
+            judged = judge(tokenizer, example, capacity=reading.seq_len + 1, truncate=reading.overlong == "truncate")
+        except InvalidData as problem:
+            yield {"line": example.line, "fate": "refused", "message": problem.findings[0].message}
+            continue
+        chosen, *rejected = (_shown(tokenizer, example.line, part, judged.fate) for part in judged.parts)
+        yield chosen | ({"rejected": rejected[0]} if rejected else {})
+
+
+def _shown(tokenizer: Tokenizer, line: int, encoded: Encoded, fate: Fate, *, more: bool = False) -> dict[str, Any]:
+    ids, mask = encoded.ids[:MAX_SHOWN], [int(trained) for trained in encoded.trained[:MAX_SHOWN]]
+    # Nothing stands before the first id that it could be predicted from.
+    mask[:1] = [0]
+    return {
+        "line": line,
+        "fate": fate,
+        "tokens": len(encoded.ids),
+        "trainable_tokens": sum(encoded.trained[1:]),
+        "more": more or len(ids) < len(encoded.ids),
+        "ids": ids,
+        "mask": mask,
+        "text": tokenizer.decode(ids, skip_special=False),
+        "spans": list(_spans(tokenizer, ids, mask)),
+    }
+
+
+def _spans(tokenizer: Tokenizer, ids: list[int], mask: list[int]) -> Iterator[dict[str, Any]]:
+    """The text in runs of what is learned and what is not."""
+    start, before = 0, ""
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or mask[end] != mask[start]:
+            # Decoded from the start: some vocabularies drop a space that nothing stands before.
+            text = tokenizer.decode(ids[:end], skip_special=False)
+            yield {"trained": bool(mask[start]), "text": text[len(before) :]}
+            start, before = end, text

@@ -1,0 +1,61 @@
+"""A survey counts what preparing a run does, and stops when its time is up."""
+
+from __future__ import annotations
+
+import json
+from itertools import repeat
+from pathlib import Path
+
+import pytest
+
+from engine.data.examine import MAX_SHOWN, Reading, preview, survey
+from engine.tokenizer import Tokenizer
+from tests.engine.data import make
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("form", ["chat", "preference"])
+def test_a_survey_counts_what_a_run_would(form: str, packing: bool, overlong: str, tmp_path: Path) -> None:
+    line = (
+        make.chat_line if form == "chat" else lambda question, answer: make.pair_line(question, answer, "no" + answer)
+    )
+    content = make.jsonl(line("q" * (number % 7), "a" * (number * 3 % 60 + 1)) for number in range(50))
+    done = make.prepared(tmp_path, content, format=form, seq_len=70, packing=packing, overlong=overlong)
+
+    told = survey(Tokenizer.bytes(), [content], Reading(form, 70, overlong, packing), seconds=60)  # type: ignore[arg-type]
+
+    assert told["examined"] == done.counts.examples
+    assert told["kept"] == done.counts.kept
+    assert told["truncated"]["count"] == done.counts.truncated
+    assert told["dropped"]["count"] == done.counts.dropped
+    assert (told["rows"], told["tokens"]) == (done.counts.rows, done.counts.tokens)
+    assert told["trainable_tokens"] == done.train.labels()
+    assert json.dumps(told)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_survey_of_text_counts_what_a_run_would(packing: bool, tmp_path: Path) -> None:
+    content = make.jsonl({"text": "word " * number} for number in range(1, 30))
+    done = make.prepared(tmp_path, content, format="text", seq_len=32, packing=packing)
+
+    told = survey(Tokenizer.bytes(), [content], Reading("text", 32, packing=packing), seconds=60)
+
+    assert (told["rows"], told["tokens"], told["kept"]) == (len(done.train), done.train.tokens, done.counts.kept)
+    assert told["trainable_tokens"] == done.train.labels()
+
+
+@pytest.mark.parametrize(("form", "line"), [("chat", make.chat_line("q", "a")), ("text", {"text": "some words"})])
+def test_a_survey_without_end_says_how_far_it_came(form: str, line: object) -> None:
+    told = survey(Tokenizer.bytes(), repeat(make.jsonl([line] * 100)), Reading(form, 64), seconds=0.2)  # type: ignore[arg-type]
+
+    assert told["complete"] is False
+    assert told["examined"] == told["kept"] > 0
+
+
+def test_of_a_document_that_does_not_end_the_beginning_is_shown() -> None:
+    (shown,) = preview(Tokenizer.bytes(), repeat(b"some words of a book " * 1000), Reading("text", 64))
+
+    assert shown["more"]
+    assert len(shown["ids"]) == MAX_SHOWN
+    assert shown["text"].startswith("some words of a book some")
