@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from math import ceil
+from random import Random
 
 import pytest
 
@@ -37,11 +38,23 @@ def test_small_cases_need_the_fewest_rows(name: str, fewest: int) -> None:
     assert len(pack(LENGTHS[name], 10)) == fewest
 
 
-def test_rows_stay_within_the_bound_of_the_method() -> None:
+def test_many_documents_need_no_more_rows_than_their_sum_does() -> None:
     lengths = LENGTHS["many"]
 
-    # 11/9 of the optimum and one (Johnson 1973); the optimum is at least the sum over the capacity.
-    assert len(pack(lengths, 10)) <= ceil(sum(lengths) / 10) * 11 / 9 + 1
+    assert len(pack(lengths, 10)) == ceil(sum(lengths) / 10)
+
+
+def test_rows_of_a_few_long_documents_are_full_too() -> None:
+    # Three or four to a row, as conversations of 300 tokens are in rows of 1024.
+    draw = Random(1)
+    lengths = [max(60, min(1000, round(draw.lognormvariate(5.7, 0.45)))) for _ in range(500)]
+
+    assert sum(lengths) / (len(pack(lengths, 1025)) * 1024) > 0.98
+
+
+def test_a_row_takes_what_fills_it_and_not_what_is_longest() -> None:
+    # By hand: 6 + 5 leaves a place of 12 empty; 6 + 3 + 3 and 5 + 5 + 2 leave none.
+    assert pack([6, 5, 5, 3, 3, 2], 12) == [[0, 3, 4], [1, 2, 5]]
 
 
 def test_short_documents_fill_rows_to_the_last_place() -> None:
