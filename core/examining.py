@@ -72,6 +72,10 @@ def _examined(
         model = catalog.get(session, owner, question.base, models=models)
     if (form := file.report.get("format")) is None:
         raise InvalidRequest(f"{file.id} is no training file: upload it with the purpose fine-tune.", param="file_id")
+    if form == "tokens":
+        raise InvalidRequest(
+            f"{file.id} holds ids, which are trained on as they are: its report without a base says all.", param="base"
+        )
     most = int(model.shape["max_seq_len"])
     seq_len = question.seq_len or min(most, DEFAULT_SEQ_LEN)
     if seq_len > most:

@@ -6,14 +6,14 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
 from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
-from core import paging
+from core import inspecting, paging
 from core.db import Database, after_commit
 from core.errors import FileTooLarge, InUse, InvalidFile, InvalidRequest, NotFound
 from core.keys import Account
@@ -22,7 +22,7 @@ from core.paging import Order, Page
 from core.spec import JobSpec
 from core.states import TERMINAL
 from core.storage import Storage
-from engine.data.format import Format, validate
+from engine.data.format import Finding, Format, validate
 
 TRAINING = ("fine-tune", "pretrain")
 """Purposes whose files are training data and are judged as such."""
@@ -55,6 +55,14 @@ class FileFacts:
     """Not JSON Lines, but text as it is."""
     vocab_size: int | None = None
     """Of a tokenizer; None for other files."""
+    container: str | None = None
+    """Of a file of ids: parquet or megatron."""
+    tokens: int | None = None
+    """Of a file of ids; of others nobody knows before a base reads them."""
+    max_id: int | None = None
+    """The largest id of a file of ids."""
+    masked: bool = False
+    """A file of ids says which of them are learned."""
 
 
 def create(
@@ -129,6 +137,10 @@ def facts(session: Session, owner: Account, file_id: str, *, param: str | None =
         characters=report.get("characters", 0),
         is_plain_text=report.get("plain_text", False),
         vocab_size=report.get("vocab_size"),
+        container=report.get("container"),
+        tokens=report.get("tokens"),
+        max_id=report.get("max_id"),
+        masked=report.get("masked", False),
     )
 
 
@@ -202,13 +214,22 @@ def _judge(spool: IO[bytes], purpose: str, filename: str) -> dict[str, Any]:
         return _tokenizer(spool)
     if purpose not in TRAINING:
         return {"format": None, "errors": [], "warnings": []}
+    if inspecting.holds_ids(spool.read(inspecting.HEAD_BYTES)):
+        spool.seek(0)
+        told = inspecting.inspect(spool)
+        _refuse_any([Finding(**error) for error in told["errors"]])
+        return told
+    spool.seek(0)
     report = validate(_pieces(spool), name_hint=filename)
-    if not report.ok:
-        errors = [finding.to_dict() for finding in report.errors]
-        more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise InvalidFile(f"{report.errors[0]}{more}", errors=errors)
+    _refuse_any(report.errors)
     spool.seek(0)
     return report.to_dict() | {"plain_text": report.format == "text" and not _is_json(spool)}
+
+
+def _refuse_any(errors: Sequence[Finding]) -> None:
+    if errors:
+        more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise InvalidFile(f"{errors[0]}{more}", errors=[finding.to_dict() for finding in errors])
 
 
 def _is_json(spool: IO[bytes]) -> bool:

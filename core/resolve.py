@@ -95,6 +95,7 @@ def resolve(
     data_format = _format(spec, files)
     tokenizer, vocab_size = _tokenizer(spec, files)
     shape = base.shape if base else _shape(spec.model, vocab_size, seq_len=spec.data.seq_len)
+    _check_ids(spec, files, shape.vocab_size)
     lora = _lora(spec, shape)
     seq_len = _seq_len(spec, shape)
     precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
@@ -111,7 +112,7 @@ def resolve(
             model=None if base else shape,
             base=Path("base") if base else None,
             tokenizer=tokenizer,
-            objective="pretrain" if data_format == "text" else "sft",
+            objective=_objective(spec, files, data_format),
             lora=lora,
             data=Data(
                 train=tuple(
@@ -180,13 +181,33 @@ def _format(spec: JobSpec, files: Mapping[str, FileFacts]) -> Format:
             "these files are preference data, which no method of this version trains on; upload chat or completion "
             "examples",
         )
-    if spec.kind == "pretrain" and found != "text":
+    if spec.kind == "pretrain" and found not in {"text", "tokens"}:
         _refuse(
             "data.train",
             f'a pretrain reads text, and these files are {found} data; use kind "finetune", or upload plain text or '
             'lines of {"text": …}',
         )
     return found
+
+
+def _objective(spec: JobSpec, files: Mapping[str, FileFacts], data_format: Format) -> Literal["pretrain", "sft"]:
+    if data_format != "tokens":
+        return "pretrain" if data_format == "text" else "sft"
+    masked = any(files[id_].masked for param, id_ in spec.files() if not param.startswith("tokenizer"))
+    if masked and spec.kind == "pretrain":
+        _refuse("data.train", 'these ids say which of them are learned, and a pretrain learns all: use kind "finetune"')
+    return "sft" if masked else "pretrain"
+
+
+def _check_ids(spec: JobSpec, files: Mapping[str, FileFacts], vocab_size: int) -> None:
+    for param, id_ in spec.files():
+        largest = files[id_].max_id
+        if largest is not None and largest >= vocab_size:
+            _refuse(
+                param,
+                f"{id_} has the id {largest}, and the model's vocabulary has {vocab_size} entries; the ids must be made"
+                " with the model's own tokenizer",
+            )
 
 
 def _tokenizer(spec: JobSpec, files: Mapping[str, FileFacts]) -> tuple[TokenizerSource, int | None]:
@@ -199,6 +220,11 @@ def _tokenizer(spec: JobSpec, files: Mapping[str, FileFacts]) -> tuple[Tokenizer
     if ask is None or ask.type == "bytes":
         return TokenizerSource(type="bytes"), BYTES_VOCABULARY
     if ask.train is not None:
+        if any(files[id_].format == "tokens" for id_ in spec.data.train):
+            _refuse(
+                "tokenizer.train",
+                "there is no text in files of ids to train it on; upload the tokenizer that made them",
+            )
         return TokenizerSource(type="train", vocab_size=ask.train.vocab_size), ask.train.vocab_size
     if ask.file is not None:
         size = files[ask.file].vocab_size
@@ -267,7 +293,12 @@ def _validation(spec: JobSpec, files: Mapping[str, FileFacts]) -> Path | float |
     return Path(f"data/validation{_ending(files[wish])}") if isinstance(wish, str) else wish
 
 
+_ENDINGS = {"parquet": ".parquet", "megatron": ".tar"}
+
+
 def _ending(file: FileFacts) -> str:
+    if file.container is not None:
+        return _ENDINGS[file.container]
     return ".txt" if file.is_plain_text else ".jsonl"
 
 
@@ -435,7 +466,8 @@ def _length(ask: TrainingAsk, *, global_batch: int, seq_len: int) -> dict[str, A
 def _rows(spec: JobSpec, files: Mapping[str, FileFacts], data_format: str, seq_len: int, *, bytes_only: bool) -> int:
     """About how many rows the training files fill."""
     used = [files[id_] for id_ in spec.data.train]
-    tokens = sum(file.characters for file in used) / (1 if bytes_only else CHARACTERS_IN_A_TOKEN)
+    of_a_token = 1 if bytes_only else CHARACTERS_IN_A_TOKEN
+    tokens = sum(file.characters / of_a_token if file.tokens is None else file.tokens for file in used)
     rows = ceil(tokens / seq_len) if spec.data.packing or data_format == "text" else sum(file.examples for file in used)
     held_out = spec.data.validation if isinstance(spec.data.validation, float) else 0.0
     return max(1, round(rows * (1 - held_out)))

@@ -136,7 +136,7 @@ class DataAsk(Ask):
     """Tokens in a row. Default: the model's `max_seq_len`, at most 1024."""
     packing: Flag = True
     """Fill rows with several examples, isolated from one another."""
-    format: Literal["auto", "text", "chat", "completion", "preference"] = "auto"
+    format: Literal["auto", "text", "chat", "completion", "preference", "tokens"] = "auto"
     """What a line means; anything but auto refuses files of another format."""
     overlong: Literal["error", "drop", "truncate"] = "error"
     """What happens to an example longer than a row. Plain text is cut into rows and is never overlong."""

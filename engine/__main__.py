@@ -13,7 +13,7 @@ from typing import get_args
 
 from engine.data.format import Format
 
-EXAMINER_BYTES = 8 * 2**30
+CHILD_BYTES = 8 * 2**30
 """Of address space, most of which is never touched."""
 
 
@@ -63,7 +63,7 @@ def examine(arguments: argparse.Namespace) -> int:
     from engine.tokenizer import Tokenizer
 
     # A template is somebody's program: whatever it does, it does not take the host with it.
-    resource.setrlimit(resource.RLIMIT_AS, (EXAMINER_BYTES, EXAMINER_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     reading = Reading(arguments.format, arguments.seq_len, arguments.overlong, arguments.packing)
     chunks = iter(partial(os.read, sys.stdin.fileno(), READ_BYTES), b"")
     try:
@@ -77,6 +77,34 @@ def examine(arguments: argparse.Namespace) -> int:
     except MemoryError:
         return refused(ValueError("the base's chat template takes more memory than there is; choose another base"))
     sys.stdout.write(f"{json.dumps(told, ensure_ascii=False)}\n")
+    return 0
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    import json
+    import resource
+
+    from engine.data.tokens import inspect
+
+    # The file is mapped, and what is mapped counts; the rest is what a damaged file may make a library ask for.
+    most = CHILD_BYTES + os.fstat(sys.stdin.fileno()).st_size
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    sys.stdout.write(f"{json.dumps(inspect(sys.stdin.buffer).to_dict())}\n")
+    return 0
+
+
+def tokenize(arguments: argparse.Namespace) -> int:
+    from engine.data.tokenized import tokenized
+    from engine.data.tokens import write
+    from engine.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.load(arguments.model)
+        documents = tokenized(tokenizer, arguments.data, arguments.format)
+        count = write(arguments.into, documents, vocab_size=tokenizer.vocab_size)
+    except ValueError as error:
+        return refused(error)
+    sys.stdout.write(f"{count} documents in {arguments.into}\n")
     return 0
 
 
@@ -153,6 +181,12 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--seconds", type=float, default=3600.0, help="how long it may read")
     sub.add_argument("--preview", type=positive, metavar="N", help="show so many examples with ids, text and mask")
     sub.add_argument("--first-line", type=positive, default=1, help="show examples from this line on")
+    command("inspect", inspect, "Say what a file of ids on stdin holds: Parquet, or a tar of Megatron's two files.")
+    sub = command("tokenize", tokenize, "Write a training file as ids: Parquet, or Megatron's .idx and .bin.")
+    model(sub, device=False)
+    sub.add_argument("data", type=existing, metavar="DATA", help="the training file")
+    sub.add_argument("--format", choices=get_args(Format), required=True)
+    sub.add_argument("--into", type=Path, required=True, metavar="FILE", help="ends in .parquet, or in .idx")
     sub = command("generate", generate, "Continue a prompt once.")
     model(sub)
     sub.add_argument("--prompt", required=True)

@@ -485,7 +485,7 @@ class Data(Part):
     train: tuple[Path, ...] = Field(min_length=1)
     validation: Path | float | None = None
     """A file, or the fraction of training rows held out; None trains on everything."""
-    format: Literal["text", "chat", "completion", "preference"]
+    format: Literal["text", "chat", "completion", "preference", "tokens"]
     """What a line means; see `engine.data.format`."""
     seq_len: int = Field(ge=2)
     """Tokens in a row."""

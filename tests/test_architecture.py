@@ -32,7 +32,11 @@ class Rule:
 HEAVY = frozenset({"torch", "transformers", "peft", "tokenizers", "safetensors"})
 RULES = (
     *(Rule(name, CONTRACT, frozenset({"pydantic"})) for name in CONTRACT),
-    Rule("engine", ("engine",), frozenset({"torch", "numpy", "safetensors", "pydantic", "tokenizers", "jinja2"})),
+    Rule(
+        "engine",
+        ("engine",),
+        frozenset({"torch", "numpy", "safetensors", "pydantic", "tokenizers", "jinja2", "pyarrow"}),
+    ),
     Rule("core", ("core", *CONTRACT), never=HEAVY | {"fastapi", "starlette"}),
     Rule("workers", ("workers", "core", *CONTRACT), never=HEAVY | {"fastapi", "starlette"}),
     Rule("api", ("api", "core", *CONTRACT), never=HEAVY),

@@ -91,12 +91,13 @@ FORM: dict[str, Any] = {
 }
 
 
-@router.post("", openapi_extra=FORM, responses=errors(InvalidFile, FileTooLarge, Forbidden))
+@router.post("", openapi_extra=FORM, responses=errors(InvalidFile, FileTooLarge, Forbidden, Unavailable))
 def upload(upload: Annotated[Upload, Depends(received)], owner: SubmitterDep, services: ServicesDep) -> FileOut:
     """Upload a training file.
 
-    It is validated while it comes in: chat (`{"messages": […]}`), completion (`{"prompt", "completion"}`) or text, one
-    JSON object a line or plain text. A file that can't be trained on is refused, with the lines to correct.
+    It is validated while it comes in: chat (`{"messages": […]}`), completion (`{"prompt", "completion"}`), preference
+    (`{"prompt", "chosen", "rejected"}`) or text, one JSON object a line or plain text; or ids, as Parquet or a tar of
+    Megatron's `.idx` and `.bin`. A file that can't be trained on is refused, with the lines to correct.
     """
     file = files.create(
         services.db,

@@ -7,6 +7,7 @@ Formats
     preference  JSON Lines, a prompt and two answers to it, the better one told: `{"input": {"messages": […]},
                 "preferred_output": […], "non_preferred_output": […]}` as OpenAI writes it, or `{"prompt", "chosen",
                 "rejected"}`, as texts or as lists of messages.
+    tokens      ids that somebody else made, in Parquet or Megatron's files: `engine.data.tokens` reads them.
 
 Decisions, each of which has hurt somebody elsewhere
     - A line ends at LF alone. U+2028, U+2029, U+0085, VT and FF are text. CRLF counts as LF, in plain text too.
@@ -41,7 +42,7 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Format = Literal["text", "chat", "completion", "preference"]
+Format = Literal["text", "chat", "completion", "preference", "tokens"]
 MAX_LINE_BYTES = 16 * 2**20
 MAX_ERRORS = 100
 """Errors that one report holds; validation stops there."""
@@ -1014,10 +1015,15 @@ _KINDS = (
         frozenset({"conversations"}),
         hint='rename "conversations" to "messages", "from" to "role" (gpt is assistant) and "value" to "content"',
     ),
+    _Kind(
+        "ids",
+        frozenset({"input_ids"}),
+        hint="ids are read from Parquet, with a column input_ids; write that, or upload text",
+    ),
     _Kind("completion", frozenset({"prompt", "completion"}), frozenset({"prompt", "completion"}), _completion),
     _Kind("text", frozenset({"text"}), frozenset({"text"}), _text),
 )
-assert {kind.name for kind in _KINDS if kind.parse} == set(get_args(Format))
+assert {kind.name for kind in _KINDS if kind.parse} == set(get_args(Format)) - {"tokens"}
 
 
 def _kind(value: dict[str, Any]) -> _Kind | None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from engine.data.chat import Encoded, encode_chat, encode_completion, encode_preference
 from engine.data.format import Chat, Completion, Preference
+from engine.data.tokens import Ids
 from engine.tokenizer import Tokenizer
 
 Fate = Literal["kept", "truncated", "overlong", "untrainable"]
@@ -27,7 +28,7 @@ class Judged:
 
 def judge(
     tokenizer: Tokenizer,
-    example: Chat | Completion | Preference,
+    example: Chat | Completion | Preference | Ids,
     *,
     capacity: int,
     truncate: bool,
@@ -46,9 +47,14 @@ def judge(
     return Judged("truncated" if length > capacity else "kept", parts, length)
 
 
-def _encoded(tokenizer: Tokenizer, example: Chat | Completion | Preference, learns_all: bool) -> tuple[Encoded, ...]:
+def _encoded(
+    tokenizer: Tokenizer, example: Chat | Completion | Preference | Ids, learns_all: bool
+) -> tuple[Encoded, ...]:
     if isinstance(example, Preference):
         return encode_preference(tokenizer, example)
+    if isinstance(example, Ids):
+        trained = [True] * len(example.ids) if example.trained is None else example.trained.tolist()
+        return (Encoded(example.ids.tolist(), trained),)
     if isinstance(example, Completion):
         encoded = encode_completion(tokenizer, example)
     else:

@@ -28,6 +28,7 @@ from engine.data.judging import judge
 from engine.data.packing import cut, pack
 from engine.data.rows import Array, Rows, Store
 from engine.data.texts import encoded_pieces
+from engine.data.tokens import Ids, read
 from engine.tokenizer import InvalidTokenizer, Tokenizer
 
 Report = Callable[[str, int, int, str], None]
@@ -211,7 +212,8 @@ class _Work:
     def tokenize(self, files: Sequence[Path], run_dir: Path, folder: Path, name: str) -> _Tokenized:
         store = Store(folder, self.tokenizer.vocab_size)
         try:
-            write = self._text if self.data.format == "text" else self._pairs
+            streams = self.data.format == "text" or (self.data.format == "tokens" and self.learns_all)
+            write = self._text if streams else self._pairs
             done = write(_Source(files, run_dir, self.data.format, self.report), store, name)
         finally:
             store.close()
@@ -244,6 +246,9 @@ class _Work:
 
     def _documents(self, source: _Source, store: Store, done: _Tokenized) -> Iterator[tuple[tuple[int, int, int], int]]:
         """Write each document, in pieces as they come; yields its start, file and line, and its length."""
+        if self.data.format == "tokens":
+            yield from self._ids(source, store, done)
+            return
         start, begun, origin, count = 0, False, (0, 0), 0
         for file, piece, ids in encoded_pieces(self.tokenizer, source, named=source.named):
             if not begun:
@@ -254,6 +259,15 @@ class _Work:
                 count += 1
                 done.counts = Counts(examples=count, kept=count)
                 yield (start, *origin), store.length - start
+
+    def _ids(self, source: _Source, store: Store, done: _Tokenized) -> Iterator[tuple[tuple[int, int, int], int]]:
+        """Documents of ids as they are: nothing is put before or behind them."""
+        for count, (file, document) in enumerate(source, 1):
+            assert isinstance(document, Ids)
+            start = store.length
+            store.append(document.ids)
+            done.counts = Counts(examples=count, kept=count)
+            yield (start, file, document.line), len(document.ids)
 
     # ---- Chat, completion and preference: examples, each whole in one row ----
 
@@ -266,7 +280,7 @@ class _Work:
         for file, example in source:
             read += 1
             at = source.name(file, example.line)
-            assert isinstance(example, Chat | Completion | Preference)
+            assert not isinstance(example, Text)
             try:
                 judged = judge(
                     self.tokenizer,
@@ -327,7 +341,7 @@ class _Source:
     report: Report
     phase: str = "data"
 
-    def __iter__(self) -> Iterator[tuple[int, Example]]:
+    def __iter__(self) -> Iterator[tuple[int, Example | Ids]]:
         paths = [self.run_dir / path for path in self.files]
         if missing := [path for path in self.files if not (self.run_dir / path).is_file()]:
             raise InvalidData([Finding(0, f"there is no file {missing[0]}")])
@@ -342,6 +356,12 @@ class _Source:
                     self.report(self.phase, done, total, "bytes")
 
         for number, path in enumerate(paths):
+            if self.format == "tokens":
+                for document in read(path):
+                    yield number, document
+                done += path.stat().st_size
+                self.report(self.phase, done, total, "bytes")
+                continue
             try:
                 for example in examples(chunks(path), self.format):  # type: ignore[arg-type]
                     yield number, example
@@ -368,7 +388,7 @@ def _texts(data: Data, run_dir: Path, report: Report) -> Iterator[str]:
         elif isinstance(example, Preference):
             yield from _read(example.chosen)
             yield from _read(example.rejected)
-        else:
+        elif not isinstance(example, Ids):
             yield from _read(example)
 
 

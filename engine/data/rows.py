@@ -116,7 +116,7 @@ class Store:
             name: (folder / f"{name}.bin").open("wb") for name in ("tokens", "trained", "segments")
         }
 
-    def append(self, ids: Sequence[int], trained: Sequence[bool] | None = None) -> None:
+    def append(self, ids: Sequence[int] | Array, trained: Sequence[bool] | None = None) -> None:
         """Write ids; without `trained` all of them are learned."""
         self._files["tokens"].write(np.asarray(ids, dtype=self.dtype).tobytes())
         marks = np.ones(len(ids), dtype=np.bool_) if trained is None else np.asarray(trained, dtype=np.bool_)

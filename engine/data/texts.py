@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from engine.data.format import Example, Finding, InvalidData, Text
+from engine.data.format import Finding, InvalidData, Text
 from engine.tokenizer import Tokenizer
 
 _BATCH_CHARACTERS = 2**20
@@ -15,7 +15,7 @@ F = TypeVar("F")
 
 
 def encoded_pieces(
-    tokenizer: Tokenizer, source: Iterable[tuple[F, Example]], *, named: Callable[[F, Finding], Finding]
+    tokenizer: Tokenizer, source: Iterable[tuple[F, Any]], *, named: Callable[[F, Finding], Finding]
 ) -> Iterator[tuple[F, Text, list[int]]]:
     """The pieces with their ids, tokenised some at a time so that every core has work.
 
@@ -39,9 +39,9 @@ def encoded_pieces(
             yield file, piece, start + ids + end
 
 
-def _batches(source: Iterable[tuple[F, Example]]) -> Iterator[list[tuple[F, Example]]]:
+def _batches(source: Iterable[tuple[F, Any]]) -> Iterator[list[tuple[F, Any]]]:
     """The examples, so many at a time that they have about `_BATCH_CHARACTERS`."""
-    batch: list[tuple[F, Example]] = []
+    batch: list[tuple[F, Any]] = []
     characters = 0
     for file, example in source:
         batch.append((file, example))

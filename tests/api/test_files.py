@@ -1,5 +1,11 @@
 """Files over HTTP, in OpenAI's shapes: judged as they come in, named as one likes; of a bad one nothing is kept."""
 
+import io
+import struct
+import tarfile
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.api import driving
@@ -167,3 +173,59 @@ def test_a_part_of_a_file_can_be_had(http):
     file = driving.upload(http, CHAT, "chat.jsonl")["id"]
     answer = http.get(f"/v1/files/{file}/content", headers={"range": "bytes=1-10"})
     assert (answer.status_code, answer.content) == (206, CHAT[1:11])
+
+
+def parquet(**columns: object) -> bytes:
+    made = io.BytesIO()
+    pq.write_table(pa.table(columns), made)
+    return made.getvalue()
+
+
+def megatron(**files: bytes) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        for ending, content in files.items():
+            member = tarfile.TarInfo(f"corpus.{ending}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return made.getvalue()
+
+
+INDEX = struct.pack("<9sQBQQ2i2q3q", b"MMIDIDX\0\0", 1, 8, 2, 3, 2, 3, 0, 4, 0, 1, 2)
+"""Two documents, of two and three ids of two bytes."""
+
+
+@pytest.mark.parametrize(
+    ("content", "container"),
+    [
+        pytest.param(parquet(input_ids=[[1, 2], [3, 4, 259]]), "parquet", id="Parquet"),
+        pytest.param(
+            megatron(idx=INDEX, bin=struct.pack("<5H", 1, 2, 3, 4, 259)), "megatron", id="Megatron's two files"
+        ),
+    ],
+)
+def test_files_of_ids_are_judged_and_trained_on(http, content, container):
+    file = driving.upload(http, content, "corpus")["id"]
+    report = http.get(f"/v1/files/{file}/report").json()
+    assert (report["format"], report["container"], report["examples"], report["tokens"]) == ("tokens", container, 2, 5)
+    assert (report["max_id"], report["masked"], report["errors"]) == (259, False, [])
+    answer = http.post("/v1/jobs", json=driving.spec(file))
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["run_config"]["data"]["format"] == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("content", "said", "param"),
+    [
+        pytest.param(parquet(input_ids=[[1], [-2]]), "the id is -2", "file:2", id="an id below zero"),
+        pytest.param(parquet(text=["a"]), "no column input_ids", "file", id="no ids"),
+        pytest.param(megatron(idx=INDEX), "end in .bin", "file", id="half of Megatron's files"),
+        pytest.param(INDEX, "one tar", "file", id="Megatron's index alone"),
+        pytest.param(b"PAR1 and no more", "can't be read", "file", id="no Parquet at all"),
+    ],
+)
+def test_what_is_wrong_with_ids_is_said_at_the_door(http, content, said, param):
+    answer = http.post("/v1/files", data={"purpose": "pretrain"}, files={"file": ("corpus", content)})
+    error = envelope(answer, 400)
+    assert said in error["message"]
+    assert error["param"] == param

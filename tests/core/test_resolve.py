@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ UPLOADS = [
     upload("chat", "chat"),
     upload("pairs", "completion"),
     upload("preferences", "preference"),
+    replace(upload("ids", "tokens"), container="parquet", tokens=6400, max_id=259),
+    replace(upload("masked", "tokens"), container="megatron", tokens=6400, max_id=259, masked=True),
+    replace(upload("foreign", "tokens"), container="parquet", tokens=6400, max_id=260),
     upload("tokenizer", None, vocab_size=1000),
     upload("notes", None),
 ]
@@ -82,6 +86,15 @@ def test_the_shortest_pretrain_is_a_whole_job() -> None:
     assert (run.model.hidden_size, run.model.head_dim, run.model.vocab_size) == (288, 48, 260)
     assert (run.tokenizer.type, run.objective, run.lora, run.training.lr) == ("bytes", "pretrain", None, 3e-4)
     assert run.data.train == (Path("data/train-0.txt"),)
+
+
+def test_files_of_ids_are_streams_unless_they_say_what_is_learned() -> None:
+    run = resolved(SCRATCH, data={"train": ["file-ids"], "seq_len": 64})
+    assert (run.run.objective, run.run.data.format) == ("pretrain", "tokens")
+    assert run.run.data.train == (Path("data/train-0.parquet"),)
+    assert run.plan["estimated_rows"] == 6400 / 64
+    masked = resolved(FINETUNE, data={"train": ["file-masked"]}).run
+    assert (masked.objective, masked.data.train) == ("sft", (Path("data/train-0.tar"),))
 
 
 def test_a_model_from_scratch_has_what_its_family_has() -> None:
@@ -345,6 +358,12 @@ REFUSALS: list[Any] = [
         id="batch over micro-batches",
     ),
     pytest.param(SCRATCH, {"data": {"train": ["file-chat"]}}, "data.train", 'kind "finetune"', id="chat"),
+    pytest.param(SCRATCH, {"data": {"train": ["file-masked"]}}, "data.train", 'kind "finetune"', id="ids with a mask"),
+    pytest.param(FINETUNE, {"data": {"train": ["file-foreign"]}}, "data.train.0", "the id 260", id="another's ids"),
+    pytest.param(
+        SCRATCH, {"data": {"train": ["file-ids"]}, "tokenizer": {"train": {"vocab_size": 300}}},
+        "tokenizer.train", "no text", id="a tokenizer of ids",
+    ),
     pytest.param(FINETUNE, {"data": {"train": ["file-preferences"]}}, "data.train", "no method", id="preference"),
     pytest.param(
         FINETUNE, {"data": {"train": ["file-chat", "file-pairs"]}}, "data.train.1", "one format at a time", id="mixed"

@@ -1,0 +1,49 @@
+"""What a file of ids holds, Parquet or Megatron's: asked of the engine, which reads it in a process of its own.
+
+These are binary formats from a stranger: whatever they do to the libraries that read them, they do it there.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import IO, Any
+
+from core.errors import InvalidFile, Unavailable
+from core.settings import trainer_environment
+
+INSPECT = (sys.executable, "-m", "engine", "inspect")
+SECONDS = 900.0
+"""For the largest file; a gigabyte takes seconds."""
+_TAR_MAGIC_AT, _TAR_MAGIC = 257, b"ustar"
+_MEGATRON = b"MMIDIDX"
+HEAD_BYTES = 512
+
+
+def holds_ids(head: bytes) -> bool:
+    """Whether a file that begins with `head` is to be read as ids."""
+    if head.startswith(_MEGATRON):
+        raise InvalidFile("This is one of Megatron's two files: put the .idx and its .bin in one tar, and upload that.")
+    return head.startswith(b"PAR1") or head[_TAR_MAGIC_AT:].startswith(_TAR_MAGIC)
+
+
+def inspect(file: IO[bytes]) -> dict[str, Any]:
+    """The report of a file of ids."""
+    try:
+        ran = subprocess.run(
+            INSPECT,
+            stdin=file,
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
+            env=trainer_environment(()) | {"OMP_NUM_THREADS": "1"},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"Reading the file took longer than {SECONDS:g} s; split it.") from error
+    if ran.returncode:
+        raise InvalidFile(
+            "The file of ids can't be read, or only with more memory than there is; write smaller row groups."
+        )
+    report: dict[str, Any] = json.loads(ran.stdout)
+    return report
