@@ -46,8 +46,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-TRAINING = {"eps": 1e-6}
-"""Adam divides what is left of a gradient that all but cancels by itself, which makes 2 lr of its last digit."""
+TRAINING = {"eps": 1e-5}
+"""Adam divides what is left of a gradient that all but cancels by itself, which makes 2 lr of its last digit.
+
+This is less than a tenth of the median gradient here. With a tenth of it, one weight of 512 in a matrix differed by
+4e-7 between layouts, where the others did by less than 6e-9.
+"""
 
 
 @dataclass(frozen=True)
