@@ -100,7 +100,7 @@ def resolve(
     seq_len = _seq_len(spec, shape)
     precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
     recompute = _recompute(spec, shape)
-    packed = spec.data.packing and data_format != "text"
+    packed = _is_packed(spec, files, data_format)
     choice = _Choice(spec, shape, lora, seq_len, precision, recompute, cluster, packed)
     parallel = choice.parallel()
     global_batch, micro_batch = choice.batch(parallel)
@@ -461,6 +461,12 @@ def _length(ask: TrainingAsk, *, global_batch: int, seq_len: int) -> dict[str, A
     if ask.tokens is not None:
         return {"steps": ceil(ask.tokens / (global_batch * seq_len))}
     return {"epochs": ask.epochs or DEFAULT_EPOCHS}
+
+
+def _is_packed(spec: JobSpec, files: Mapping[str, FileFacts], data_format: Format) -> bool:
+    """Whether rows may hold several documents; both answers of a preference are."""
+    documents = sum(files[id_].examples for id_ in spec.data.train)
+    return data_format == "preference" or (spec.data.packing and documents > 1)
 
 
 def _rows(spec: JobSpec, files: Mapping[str, FileFacts], data_format: str, seq_len: int, *, bytes_only: bool) -> int:

@@ -26,7 +26,7 @@ def upload(name: str, format: Any, *, plain: bool = False, vocab_size: int | Non
         sha256="0" * 64,
         storage_key="k",
         format=format,
-        examples=100,
+        examples=1 if plain else 100,
         characters=4000,
         is_plain_text=plain,
         vocab_size=vocab_size,
@@ -276,6 +276,17 @@ def test_an_automatic_layout_splits_matrices_only_when_memory_asks_for_it() -> N
 
 def test_without_any_node_a_job_may_need_whatever_it_likes() -> None:
     assert resolved(SCRATCH, ClusterFacts(), parallel={"tensor": 4, "data": 16}).slots == 64
+
+
+def test_masks_are_planned_for_where_a_row_may_hold_several_documents() -> None:
+    def activations(file: str, *, packing: bool = True) -> int:
+        data = {"train": [file], "packing": packing}
+        plan = resolved(SCRATCH, data=data, training={"steps": 10, "micro_batch": 2}).plan
+        return int(plan["bytes_per_rank"]["activations"])
+
+    # A number in fp32 for each of 128 x 128 pairs, in two rows.
+    assert activations("file-lines") - activations("file-text") == 4 * 2 * 128 * 128
+    assert activations("file-lines", packing=False) == activations("file-text")
 
 
 def test_the_plan_says_what_it_will_cost() -> None:
