@@ -46,6 +46,7 @@ class Question:
     """Default: as a job's."""
     overlong: Literal["error", "drop", "truncate"] = "error"
     packing: bool = True
+    template: Literal["base", "chatml", "plain"] = "base"
 
 
 def survey(
@@ -83,13 +84,21 @@ def _examined(
             f"seq_len={seq_len} is longer than the model's {most} tokens; use at most that.", param="seq_len"
         )
     command = [*EXAMINE, "--format", form, "--seq-len", str(seq_len), "--overlong", question.overlong, *asked]
+    command += [] if question.packing else ["--no-packing"]
+    command += [] if question.template == "base" else ["--template", question.template]
     with _tokenizer(services, model) as folder:
         answer = _answer(
-            [*command, *([] if question.packing else ["--no-packing"]), str(folder)],
+            [*command, str(folder)],
             services.storage.stream(file.storage_key),
             seconds=limit,
         )
-    told = {"base": model.id, "seq_len": seq_len, "overlong": question.overlong, "packing": question.packing}
+    told = {
+        "base": model.id,
+        "seq_len": seq_len,
+        "overlong": question.overlong,
+        "packing": question.packing,
+        "template": question.template,
+    }
     return file, told | (answer if isinstance(answer, dict) else {"object": "list", "data": answer})
 
 

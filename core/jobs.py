@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import ColumnElement, func, select, update
@@ -90,7 +90,7 @@ def create(
 def _resolve(session: Session, owner: Account, spec: JobSpec, settings: Settings) -> Resolution:
     base = catalog.facts(session, owner, spec.model.base, models=settings.models) if spec.model.base else None
     uploads = {id_: files.facts(session, owner, id_, param=param) for param, id_ in spec.files()}
-    return resolve(spec, base=base, files=uploads, cluster=nodes.cluster(session))
+    return resolve(spec, base=base, files=uploads, cluster=nodes.cluster(session), now=datetime.now(UTC))
 
 
 def digest(owner: Account, body: bytes) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -87,15 +88,25 @@ class Resolution:
 
 
 def resolve(
-    spec: JobSpec, *, base: BaseFacts | None, files: Mapping[str, FileFacts], cluster: ClusterFacts
+    spec: JobSpec,
+    *,
+    base: BaseFacts | None,
+    files: Mapping[str, FileFacts],
+    cluster: ClusterFacts,
+    now: datetime | None = None,
 ) -> Resolution:
-    """The run that `spec` asks for. Raises InvalidSpec, whose `param` is the field to change."""
+    """The run that `spec` asks for. Raises InvalidSpec, whose `param` is the field to change.
+
+    `now` is the date that its chat template may ask for, in all its attempts.
+    """
     if spec.kind == "finetune" and base is None:
         _refuse("model.base", 'a fine-tune starts from a model: set "model": {"base": "<name>"}')
     data_format = _format(spec, files)
     tokenizer, vocab_size = _tokenizer(spec, files)
     shape = base.shape if base else _shape(spec.model, vocab_size, seq_len=spec.data.seq_len)
     _check_ids(spec, files, shape.vocab_size)
+    if base is None and spec.data.template != "base":
+        _refuse("data.template", "a template shows conversations to a base, and there is none here; leave it out")
     lora = _lora(spec, shape)
     seq_len = _seq_len(spec, shape)
     precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
@@ -123,6 +134,8 @@ def resolve(
                 seq_len=seq_len,
                 packing=spec.data.packing,
                 overlong=spec.data.overlong,
+                template=None if spec.data.template == "base" else spec.data.template,
+                now=now,
             ),
             training=_training(spec, base, lora, length, steps, global_batch, micro_batch, precision),
             parallel=parallel,

@@ -138,6 +138,9 @@ class DataAsk(Ask):
     """Fill rows with several examples, isolated from one another."""
     format: Literal["auto", "text", "chat", "completion", "preference", "tokens"] = "auto"
     """What a line means; anything but auto refuses files of another format."""
+    template: Literal["base"] | config.NamedTemplate = "base"
+    """The chat template, which the result is given. base: the base's own, or the one below that fits where it has none;
+    chatml, which needs its two control tokens in the vocabulary; plain, which writes roles in words."""
     overlong: Literal["error", "drop", "truncate"] = "error"
     """What happens to an example longer than a row. Plain text is cut into rows and is never overlong."""
 

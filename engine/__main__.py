@@ -67,7 +67,7 @@ def examine(arguments: argparse.Namespace) -> int:
     reading = Reading(arguments.format, arguments.seq_len, arguments.overlong, arguments.packing)
     chunks = iter(partial(os.read, sys.stdin.fileno(), READ_BYTES), b"")
     try:
-        tokenizer = Tokenizer.load(arguments.model)
+        tokenizer = Tokenizer.load(arguments.model, template=arguments.template)
         if arguments.preview is None:
             told: object = survey(tokenizer, chunks, reading, seconds=arguments.seconds)
         else:
@@ -177,6 +177,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--format", choices=get_args(Format), required=True)
     sub.add_argument("--seq-len", type=positive, default=1024, help="tokens in a row")
     sub.add_argument("--overlong", choices=("error", "drop", "truncate"), default="error")
+    sub.add_argument("--template", choices=("chatml", "plain"), help="instead of the model's own")
     sub.add_argument("--no-packing", dest="packing", action="store_false", help="each example has a row of its own")
     sub.add_argument("--seconds", type=float, default=3600.0, help="how long it may read")
     sub.add_argument("--preview", type=positive, metavar="N", help="show so many examples with ids, text and mask")

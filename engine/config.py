@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from math import gcd, isfinite, lcm
 from pathlib import Path
@@ -22,6 +23,7 @@ Size = Annotated[int, Field(ge=1, le=2**20)]
 """One dimension of a model. Far beyond any that there is, and small enough to try each divisor of it in a moment."""
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 
+NamedTemplate = Literal["chatml", "plain"]
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2", "bloom"]
 AttentionBias = Literal["none", "qkv", "all"]
 Rate = Annotated[float, Field(ge=0, lt=1)]
@@ -493,6 +495,11 @@ class Data(Part):
     """Fill rows with several examples, isolated from one another."""
     overlong: Literal["error", "drop", "truncate"] = "error"
     """What happens to an example longer than a row. Plain text is cut into rows and is never overlong."""
+    template: NamedTemplate | None = None
+    """The chat template to use, and to leave in what is exported; None: the tokenizer's own, or the one that fits."""
+    now: datetime | None = None
+    """What a chat template that asks for the date is told, so that a resumed run makes the same rows; None: the moment
+    at which it asks."""
 
     @field_validator("validation")
     @classmethod

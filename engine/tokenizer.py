@@ -151,8 +151,13 @@ class Tokenizer:
         controls: Iterable[str] = (),
         starts_text: bool | None = None,
         source: Path | None = None,
+        template: str | None = None,
+        now: datetime | None = None,
     ) -> None:
         """`roles` maps `bos_token` and its like to text; `templates` has `default`, or is empty for a named one.
+
+        `template` names one that is used instead. `now` is what a template that asks for the date is told; None: the
+        moment at which it asks.
 
         `controls` are control tokens that only a configuration file calls so; the roles are among them anyway.
         """
@@ -175,8 +180,12 @@ class Tokenizer:
         """What fills a row. May be an id that text uses too: padding is told by its place, never by its id."""
         self.start_ids = self._start(starts_text)
         """What every text begins with: BOS, or nothing."""
-        self.template_name = "own" if templates else self._fitting()
+        self.now = now
+        self.template_name = template or ("own" if templates else self._fitting())
         """own, chatml or plain."""
+        if template is not None:
+            templates = {}
+            self._check_named(template)
         self.templates = dict(templates) or {"default": self._named(self.template_name)}
         self._marking = self._marking_backend()
         self._compiled = {name: _compile(text) for name, text in self.templates.items()}
@@ -185,7 +194,7 @@ class Tokenizer:
     # ---- Made ----
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load(cls, folder: Path, *, template: str | None = None, now: datetime | None = None) -> Self:
         """From a folder in Hugging Face layout."""
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -213,6 +222,8 @@ class Tokenizer:
             controls=_controls(config),
             starts_text=starts if isinstance(starts, bool) else None,
             source=folder,
+            template=template,
+            now=now,
         )
 
     @classmethod
@@ -267,6 +278,14 @@ class Tokenizer:
 
     def _fitting(self) -> str:
         return "chatml" if {START_OF_TURN, END_OF_TURN} <= self.specials.keys() else "plain"
+
+    def _check_named(self, name: str) -> None:
+        lacking = sorted({START_OF_TURN, END_OF_TURN} - self.specials.keys())
+        if name == "chatml" and lacking:
+            raise InvalidTokenizer(
+                f"the template chatml needs the control tokens {START_OF_TURN} and {END_OF_TURN}, and this vocabulary "
+                f"has no {' and no '.join(lacking)}; use plain, or the base's own"
+            )
 
     def _named(self, name: str) -> str:
         return ("{{- bos_token }}\n" if self.start_ids else "") + {"chatml": CHATML, "plain": PLAIN}[name]
@@ -348,12 +367,16 @@ class Tokenizer:
                 messages=[_plain(message, speaks_developer) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 add_generation_prompt=add_generation_prompt,
+                strftime_now=self._strftime_now,
                 **self.roles,
             )
         except jinja2.TemplateError as refused:
             raise TemplateRefused(str(refused)) from refused
         except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError, RecursionError) as broken:
             raise TemplateRefused(f"{type(broken).__name__}: {broken}") from broken
+
+    def _strftime_now(self, form: str) -> str:
+        return (self.now or datetime.now()).strftime(form)
 
     def chat(
         self,
@@ -466,7 +489,7 @@ class Tokenizer:
             for name in _FILES:
                 if (self.source / name).is_file():
                     shutil.copyfile(self.source / name, folder / name)
-            if (self.source / "additional_chat_templates").is_dir():
+            if self.template_name == "own" and (self.source / "additional_chat_templates").is_dir():
                 shutil.copytree(
                     self.source / "additional_chat_templates", folder / "additional_chat_templates", dirs_exist_ok=True
                 )
@@ -673,10 +696,6 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -694,7 +713,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    # What it returns is the tokenizer's to say, in each rendering.
+    environment.globals["strftime_now"] = None
     environment.globals["dict"] = _PlainDict()
     environment.globals["namespace"] = _PlainNamespace
     return environment

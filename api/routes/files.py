@@ -33,6 +33,7 @@ WANTED = "Send the file as the part `file` of a multipart/form-data body."
 
 router = APIRouter(prefix=PATH, tags=["files"])
 
+Template = Literal["base", "chatml", "plain"]
 Overlong = Literal["error", "drop", "truncate"]
 FileId = Annotated[str, Path(description="Id of the file.", examples=["file-4f1c09a1b2c3d4e5f6a7b8c9"])]
 
@@ -175,6 +176,7 @@ async def get_report(
     seq_len: SeqLenDep = None,
     overlong: OverlongDep = "error",
     packing: Annotated[bool, Query(description="Whether rows hold several examples.")] = True,
+    template: Annotated[Template, Query(description="The chat template that the job would name.")] = "base",
 ) -> dict[str, Any]:
     """Get what validation found: the format, how many examples, and what is odd about them.
 
@@ -185,7 +187,7 @@ async def get_report(
     """
     if base is None:
         return await to_thread.run_sync(partial(_report, services, owner, file_id))
-    question = examining.Question(file_id, base, seq_len, overlong, packing)
+    question = examining.Question(file_id, base, seq_len, overlong, packing, template)
     return await _aside(request, partial(examining.survey, services, owner, question))
 
 
@@ -207,6 +209,8 @@ class PreviewAsk(BaseModel):
     """Examples wanted."""
     seq_len: int | None = Field(None, ge=2, le=2**20)
     """Tokens in a row. Default: as a job's."""
+    template: Template = "base"
+    """The chat template that the job would name."""
     overlong: Overlong = "error"
     """What the job would do with an example longer than a row."""
 
@@ -216,7 +220,7 @@ async def preview(
     file_id: FileId, ask: PreviewAsk, request: Request, owner: OwnerDep, services: ServicesDep
 ) -> PreviewOut:
     """See examples as a model would: rendered through a base's chat template, in ids, with what of them is learned."""
-    question = examining.Question(file_id, ask.base, ask.seq_len, ask.overlong)
+    question = examining.Question(file_id, ask.base, ask.seq_len, ask.overlong, template=ask.template)
     seen = partial(examining.preview, services, owner, question, first_line=ask.first_line, limit=ask.limit)
     return PreviewOut.model_validate(await _aside(request, seen))
 

@@ -78,10 +78,11 @@ def tokenizer_for(run: RunConfig, run_dir: Path, report: Report) -> Tokenizer:
     kept = run_dir / run.resume / "tokenizer" if run.resume is not None else None
     source = run.tokenizer
     if kept is not None and kept.is_dir():
-        tokenizer = Tokenizer.load(kept)
+        # Its template is the one that the run chose, if it chose one.
+        tokenizer = Tokenizer.load(kept, now=run.data.now)
     elif source.type == "base":
         assert run.base is not None
-        tokenizer = Tokenizer.load(run_dir / run.base)
+        tokenizer = Tokenizer.load(run_dir / run.base, template=run.data.template, now=run.data.now)
     elif source.type == "file":
         assert source.path is not None
         tokenizer = Tokenizer.from_file(run_dir / source.path)

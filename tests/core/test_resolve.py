@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ def test_files_of_ids_are_streams_unless_they_say_what_is_learned() -> None:
     assert run.plan["estimated_rows"] == 6400 / 64
     masked = resolved(FINETUNE, data={"train": ["file-masked"]}).run
     assert (masked.objective, masked.data.train) == ("sft", (Path("data/train-0.tar"),))
+
+
+def test_a_job_keeps_the_date_and_the_template_that_its_conversations_are_shown_with() -> None:
+    now = datetime(2020, 1, 2, 3, 4, tzinfo=UTC)
+    spec = JobSpec.model_validate(FINETUNE | {"data": {"train": ["file-chat"], "template": "plain"}})
+    run = resolve(spec, base=BASE, files=FILES, cluster=ClusterFacts(), now=now).run
+    assert (run.data.template, run.data.now) == ("plain", now)
+    assert RunConfig.model_validate_json(run.model_dump_json()) == run
 
 
 def test_a_model_from_scratch_has_what_its_family_has() -> None:
@@ -374,6 +383,9 @@ REFUSALS: list[Any] = [
     pytest.param(
         SCRATCH, {"data": {"train": ["file-ids"]}, "tokenizer": {"train": {"vocab_size": 300}}},
         "tokenizer.train", "no text", id="a tokenizer of ids",
+    ),
+    pytest.param(
+        SCRATCH, {"data": {"train": ["file-text"], "template": "plain"}}, "data.template", "leave it out", id="template"
     ),
     pytest.param(FINETUNE, {"data": {"train": ["file-preferences"]}}, "data.train", "no method", id="preference"),
     pytest.param(

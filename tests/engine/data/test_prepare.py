@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from engine.config import TokenizerSource
+from engine.config import RunConfig, TokenizerSource
 from engine.data.format import InvalidData
 from engine.data.prepare import Counts, Prepared, load_tokenizer, open_prepared, prepare, shuffled, tokenizer_for
 from engine.data.rows import Rows
@@ -313,6 +314,22 @@ def test_a_resumed_run_keeps_the_tokenizer_of_its_checkpoint(tmp_path: Path) -> 
 
     assert resumed.encode("other words") == kept.encode("other words")
     assert tokenizer_for(run, tmp_path, make.silent).encode("other words") != kept.encode("other words")
+
+
+def test_a_run_that_goes_on_another_day_makes_the_same_rows(tmp_path: Path) -> None:
+    template = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    now = datetime(2020, 1, 2, tzinfo=UTC)
+    asked = make.run(format="chat", now=now).model_dump()
+    run = RunConfig.model_validate(asked | {"model": None, "base": "base", "tokenizer": {"type": "base"}})
+    make.llama_folder(tmp_path / "base", template=template)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train-0.jsonl").write_bytes(make.jsonl([make.chat_line("a", "b")]))
+    tokenizer_for(run, tmp_path, make.silent).save(tmp_path / "kept" / "tokenizer")
+
+    for again in (run, run.model_copy(update={"resume": Path("kept")})):
+        tokenizer = tokenizer_for(again, tmp_path, make.silent)
+        rows = prepare(again, tmp_path, tokenizer, make.silent).train
+        assert tokenizer.decode(rows.row(0).tokens.tolist()).startswith("2020a")
 
 
 def test_a_base_that_names_no_end_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ MAKERS: dict[str, Callable[[Path], Tokenizer]] = {
     "llama with pad as eos": lambda folder: make.llama(folder / "base", template=ROLES_IN_WORDS, pad_token="</s>"),
     "llama with bos in template": lambda folder: make.llama(
         folder / "base", template="{{ bos_token }}" + ROLES_IN_WORDS
+    ),
+    "llama with another template than its own": lambda folder: Tokenizer.load(
+        make.llama_folder(folder / "base", template=ROLES_IN_WORDS), template="plain"
     ),
 }
 
@@ -200,6 +204,27 @@ def test_what_templates_use_elsewhere_works_here(tmp_path: Path) -> None:
     )
 
     assert make.llama(tmp_path, template=template).render([{"role": "user", "content": "<é>"}]) == '"<é>"20'
+
+
+def test_a_template_that_asks_for_the_date_is_told_the_one_that_was_set(tmp_path: Path) -> None:
+    folder = make.llama_folder(tmp_path, template="{{ strftime_now('%d %b %Y') }}")
+
+    assert Tokenizer.load(folder, now=datetime(2020, 1, 2, tzinfo=UTC)).render(TALK) == "02 Jan 2020"
+
+
+def test_a_named_template_takes_the_place_of_all_that_the_base_has(tmp_path: Path) -> None:
+    named: Any = [{"name": "default", "template": "own"}, {"name": "tool_use", "template": "own tools"}]
+    folder = make.llama_folder(tmp_path / "base", template=named)
+    ours = Tokenizer.load(folder, template="plain")
+    ours.save(tmp_path / "saved")
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+
+    for tools in (None, [tool]):
+        assert "own" not in ours.render(TALK, tools=tools)
+        assert ours.render(TALK, tools=tools) == theirs.apply_chat_template(TALK, tools=tools, tokenize=False)
+    with pytest.raises(InvalidTokenizer, match=r"no <\|im_end\|> and no <\|im_start\|>"):
+        Tokenizer.load(folder, template="chatml")
 
 
 def test_a_broken_template_or_file_is_refused_in_words(tmp_path: Path) -> None:
