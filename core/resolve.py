@@ -167,7 +167,7 @@ def _lora(spec: JobSpec, shape: ModelShape) -> Lora | None:
     if spec.model.base is None:
         _refuse("method.type", 'LoRA adapts a model that is there: set "model": {"base": …}, or method.type "full"')
     said = None if method.targets == "all-linear" else tuple(dict.fromkeys(method.targets))
-    lora = Lora(rank=method.rank, alpha=method.alpha, dropout=method.dropout, targets=said)
+    lora = Lora(rank=method.rank, alpha=method.alpha, dropout=method.dropout, rslora=method.rslora, targets=said)
     try:
         return lora.model_copy(update={"targets": lora.targets_in(shape)})
     except ValueError as error:

@@ -159,6 +159,8 @@ class LoraMethod(Ask):
     """Inner width of an adapter."""
     alpha: Real = Field(32.0, gt=0, le=1e6)
     """Adapters are scaled by `alpha / rank`."""
+    rslora: Flag = False
+    """Scale by `alpha / sqrt(rank)` instead, so that a larger rank learns as much (Kalajdzievski 2023)."""
     dropout: Real = Field(0.0, ge=0, lt=1)
     """Share of the adapter's inputs dropped in training."""
     targets: Literal["all-linear"] | Annotated[tuple[config.Target, ...], Field(min_length=1)] = "all-linear"

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class Facts:
     """Data order and initial weights follow from it."""
     base: str | None = None
     """Fingerprint of the frozen weights that adapters belong to; None where the checkpoint holds all weights."""
+    scale: float | None = None
+    """What the adapters are multiplied by; None where there are none, or from an engine that did not say."""
 
 
 @dataclass(frozen=True)
@@ -210,17 +212,17 @@ def set_aside(path: Path) -> Path | None:
     return path.rename(going)
 
 
-def load(path: Path, optimizer: AnyOptimizer, *, base: str | None) -> Facts:
+def load(path: Path, optimizer: AnyOptimizer, *, base: str | None, scale: float | None = None) -> Facts:
     """Fill the optimizer and the weights from a checkpoint of any layout. Every rank calls this together.
 
-    `base` is the fingerprint of the frozen weights in use. Raises BadCheckpoint where the checkpoint is damaged, or is
-    one of another model.
+    `base` is the fingerprint of the frozen weights in use, `scale` what adapters are multiplied by. Raises
+    BadCheckpoint where the checkpoint is damaged, or is one of another model.
     """
     mesh = optimizer.mesh
     with together(mesh):
         verify(path, share=mesh.world_rank, shares=mesh.parallel.ranks)
         index = json.loads((path / INDEX).read_text())
-        check_fits(path, index, optimizer, base=base)
+        check_fits(path, index, optimizer, base=base, scale=scale)
         fill(path, index["pieces"], mesh.stopwatch.whereabouts.through(optimizer.pieces()))
         optimizer.steps = index["updates"]
     optimizer.publish()
@@ -228,7 +230,8 @@ def load(path: Path, optimizer: AnyOptimizer, *, base: str | None) -> Facts:
 
 
 def facts_of(index: dict[str, Any]) -> Facts:
-    return Facts(**{name: index[name] for name in ("step", "tokens", "rows", "seed", "base")})
+    # What an older engine did not say has its default.
+    return Facts(**{field.name: index[field.name] for field in fields(Facts) if field.name in index})
 
 
 def verify(path: Path, *, share: int = 0, shares: int = 1) -> None:
@@ -251,12 +254,20 @@ def verify(path: Path, *, share: int = 0, shares: int = 1) -> None:
             raise BadCheckpoint(path, f"{name} is damaged: its sha256 is not the manifest's")
 
 
-def check_fits(path: Path, index: dict[str, Any], optimizer: AnyOptimizer, *, base: str | None) -> None:
+def check_fits(
+    path: Path, index: dict[str, Any], optimizer: AnyOptimizer, *, base: str | None, scale: float | None
+) -> None:
     """Raise BadCheckpoint where the checkpoint is not one of this model."""
     if index["format"] != FORMAT:
         raise BadCheckpoint(path, f"it has format {index['format']}, and this version reads {FORMAT}")
     if index["base"] != base:
         raise BadCheckpoint(path, "it was made on other base weights")
+    if (before := facts_of(index).scale) is not None and scale is not None and before != scale:
+        raise BadCheckpoint(
+            path,
+            f"its adapters were trained with a scale of {before:g} and this run's is {scale:g}, which would change "
+            "what they do; leave lora.alpha, lora.rank and lora.rslora as they were",
+        )
     saved, wanted = index["parameters"], optimizer.shapes
     for name in saved.keys() | wanted.keys():
         if saved.get(name) != wanted.get(name):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
-from math import gcd, isfinite, lcm
+from math import gcd, isfinite, lcm, sqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -448,8 +448,15 @@ class Lora(Part):
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0, le=1e6)
     dropout: float = Field(0.0, ge=0, lt=1)
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank), which does not shrink what a larger rank learns (Kalajdzievski 2023, equation 4)."""
     targets: tuple[Target, ...] | None = None
     """The matrices that are adapted; None: all that the family has."""
+
+    @property
+    def scale(self) -> float:
+        """What an adapter's output is multiplied by."""
+        return self.alpha / (sqrt(self.rank) if self.rslora else self.rank)
 
     def targets_in(self, shape: ModelShape) -> tuple[Target, ...]:
         """The matrices adapted in a model of `shape`. Raises ValueError naming one that its family does not have."""

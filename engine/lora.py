@@ -1,7 +1,8 @@
 """Low-rank adapters beside frozen matrices (Hu et al. 2021, equation 3), cut as their hosts are, in `peft`'s files.
 
-y = W x + (alpha / rank) B A dropout(x). Beside a column layer A is replicated and B shares W's outputs; beside a row
-layer A shares W's inputs and B is replicated. Only the rank-wide product between A and B travels.
+y = W x + scale B A dropout(x), where the scale is alpha / rank, or alpha / sqrt(rank) under rslora. Beside a column
+layer A is replicated and B shares W's outputs; beside a row layer A shares W's inputs and B is replicated. Only the
+rank-wide product between A and B travels.
 
 Where a family's files hold query, key and value in one matrix, their adapters are one there too, of the summed rank:
 with A on top of one another and B block-diagonal it is the same function.
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,7 @@ class Adapter(nn.Module):
     def __init__(self, host: ColumnLinear | RowLinear, name: str, lora: Lora, ledger: Ledger) -> None:
         super().__init__()
         self.ledger = ledger
-        self.host_name, self.rate, self.scale = name, lora.dropout, lora.alpha / lora.rank
+        self.host_name, self.rate, self.scale = name, lora.dropout, lora.scale
         self.axis, self.shares_outputs = host.axis, isinstance(host, ColumnLinear)
         outputs, inputs = placement_of(host.weight).shape
         axis = host.axis
@@ -116,7 +118,7 @@ def adapt(decoder: Decoder, lora: Lora, *, seed: int) -> None:
 
 
 def merged_state(decoder: Decoder, base: Path) -> Iterator[tuple[str, Tensor]]:
-    """Each weight of the folder `base` on the host, with (alpha / rank) B A added to the adapted ones, in fp32.
+    """Each weight of the folder `base` on the host, with scale B A added to the adapted ones, in fp32.
 
     From the base as it is stored, not as the decoder holds it, which may be rounded to another type. All ranks that
     hold a model between them go through it together, for the adapters are gathered from them.
@@ -276,15 +278,17 @@ def _peft_config(shape: ModelShape, lora: Lora, base_name: str) -> dict[str, Any
         "base_model_name_or_path": base_name,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        # Several in one: both grow, so that the scale, alpha over rank, stays.
+        # Several in one: both grow, so that the scale stays.
         "rank_pattern": {module: count * lora.rank for module, count in fused.items()},
-        "alpha_pattern": {module: count * lora.alpha for module, count in fused.items()},
+        "alpha_pattern": {
+            module: (sqrt(count) if lora.rslora else count) * lora.alpha for module, count in fused.items()
+        },
         "lora_dropout": lora.dropout,
         "target_modules": list(modules),
         "bias": "none",
         "fan_in_fan_out": naming_of(shape).inputs_first,
         "init_lora_weights": True,
-        "use_rslora": False,
+        "use_rslora": lora.rslora,
         "use_dora": False,
         "modules_to_save": None,
         "inference_mode": True,

@@ -68,5 +68,5 @@ def go_back(work: Work) -> None:
         work.optimizer.restart(dict(fresh.named_parameters()))
         work.step = work.tokens = 0
     else:
-        facts = checkpoint.load(work.newest, work.optimizer, base=work.base)
+        facts = checkpoint.load(work.newest, work.optimizer, base=work.base, scale=work.scale)
         work.step, work.tokens = facts.step, facts.tokens

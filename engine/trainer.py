@@ -134,6 +134,7 @@ class Work:
         )
         # Adapters mean nothing without the very weights they were made on.
         self.base = checkpoint.fingerprint(run_dir / run.base) if run.lora is not None and run.base else None
+        self.scale = None if run.lora is None else run.lora.scale
 
     @property
     def total_steps(self) -> int:
@@ -145,7 +146,7 @@ class Work:
         if self.run.resume is None:
             return
         self.newest = self.run_dir / self.run.resume
-        facts = checkpoint.load(self.newest, self.optimizer, base=self.base)
+        facts = checkpoint.load(self.newest, self.optimizer, base=self.base, scale=self.scale)
         self.step, self.tokens, self.wish.safe_step = facts.step, facts.tokens, facts.step
         self.loader.go_on(step=facts.step, rows=facts.rows)
         if facts.seed != self.run.training.seed:
@@ -302,7 +303,14 @@ class Work:
         self.replicas.check()
         with self.stopwatch.span("checkpoint"):
             self.saver.begin(
-                Facts(self.step, self.tokens, self.loader.taken(self.step), self.run.training.seed, self.base)
+                Facts(
+                    self.step,
+                    self.tokens,
+                    self.loader.taken(self.step),
+                    self.run.training.seed,
+                    self.base,
+                    self.scale,
+                )
             )
 
     def await_save(self) -> None:

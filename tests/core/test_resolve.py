@@ -147,6 +147,7 @@ def test_a_family_without_a_gate_has_its_other_matrices_adapted() -> None:
         return resolve(asked, base=BaseFacts("tiny", gpt2), files=FILES, cluster=ClusterFacts(largest_node=4))
 
     assert on_gpt2().run.lora is not None
+    assert on_gpt2(rslora=True, rank=4, alpha=8.0).run.lora.scale == 8 / 4**0.5  # type: ignore[union-attr]
     assert on_gpt2().run.lora.targets == ("q", "k", "v", "o", "up", "down")  # type: ignore[union-attr]
     with pytest.raises(InvalidSpec, match="gpt2 has no 'gate'; choose from q, k, v, o, up, down") as refusal:
         on_gpt2(targets=["q", "gate"])

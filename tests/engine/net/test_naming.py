@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,17 @@ def test_the_plan_counts_the_parameters_that_transformers_counts(
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_load_in_peft_with_the_same_logits_and_come_back(family: str, targets: Any, tmp_path: Path) -> None:
+    check_against_peft(family, Lora(rank=4, alpha=6.0, targets=targets), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_adapters_scaled_by_the_root_of_their_rank_load_in_peft_as_such(family: str, tmp_path: Path) -> None:
+    check_against_peft(family, Lora(rank=4, alpha=3.0, rslora=True), tmp_path)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["use_rslora"] is True
+
+
+def check_against_peft(family: str, by: Lora, tmp_path: Path) -> None:
     theirs(tmp_path / "base", family)
-    by = Lora(rank=4, alpha=6.0, targets=targets)
     model = nets.adapted(nets.loaded(tmp_path / "base"), by)
     adapters.save_adapter(model, by, tmp_path / "adapter", base_name="base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")

@@ -8,9 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine import checkpoint, export, weights
+from engine import checkpoint, export, trainer, weights
+from engine.checkpoint import BadCheckpoint
 from engine.mesh import alone
 from engine.model import Decoder
+from engine.progress import Reporter
+from engine.stop import StopWish
 from tests.engine.train import runs
 
 CPU = torch.device("cpu")
@@ -153,6 +156,60 @@ def test_without_merging_there_is_only_an_adapter_and_types_are_kept_or_asked_fo
         runs.events_of(tmp_path, run)
         tensors = load_file(tmp_path / "export" / "model" / "model.safetensors")
         assert {tensor.dtype for tensor in tensors.values()} == {dtype}
+
+
+def test_a_run_does_not_go_on_under_another_scale_of_its_adapters(base, adapted, tmp_path):
+    run = runs.RunConfig.model_validate_json((adapted / "run.json").read_text())
+    longer = {"resume": adapted / "checkpoints" / "step-00000003"}
+    other = run.model_copy(update=longer | {"lora": run.lora.model_copy(update={"alpha": 16.0})})
+    runs.write(tmp_path, other)
+    with pytest.raises(BadCheckpoint, match="trained with a scale of 2 and this run's is 4"):
+        runs.events_of(tmp_path, other)
+    # 8 / 4 is 4 / sqrt(4): the same function by other words.
+    same = run.model_copy(update=longer | {"lora": run.lora.model_copy(update={"alpha": 4.0, "rslora": True})})
+    assert runs.events_of(tmp_path, same)[-1].type == "finished"
+
+
+def test_adapters_beside_a_bf16_base_learn_in_fp32_masters_as_plain_adamw_does(base, tmp_path):
+    run = runs.config(
+        model=None, base=str(base / "export" / "model"), tokenizer={"type": "base"}, lora={"rank": 4},
+        training={"steps": 12, "precision": "bf16", "lr": 1e-5, "schedule": "constant", "warmup": 0, "clip": None},
+    )  # fmt: skip
+    runs.write(tmp_path, run)
+    mesh = alone(CPU)
+    tokenizer, prepared = trainer.ready_data(
+        run, tmp_path, mesh, Reporter(lambda event: None, mesh.stopwatch.whereabouts)
+    )
+    decoder, plain = (trainer.ready_model(run, tmp_path, mesh, tokenizer) for _ in range(2))
+    work = trainer.Work(run, tmp_path, mesh, lambda event: None, StopWish(), tokenizer, prepared, decoder)
+    frozen = {name: p.detach().clone() for name, p in decoder.named_parameters() if not p.requires_grad}
+    assert work.all_steps()
+
+    weights_of = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    masters = {name: p.detach().float().requires_grad_() for name, p in weights_of.items()}
+    plain_adamw = torch.optim.AdamW(masters.values(), lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for step in range(12):
+        sums = {name: torch.zeros_like(p) for name, p in masters.items()}
+        batches = work.loader.step(step)
+        labels = sum(batch.num_labels for batch in batches)
+        for batch in batches:
+            (plain.loss(batch).loss_sum / labels).backward()
+            for name, p in weights_of.items():
+                sums[name] += p.grad.float()
+                p.grad = None
+        for name, p in masters.items():
+            p.grad = sums[name]
+        plain_adamw.step()
+        with torch.no_grad():
+            for name, p in weights_of.items():
+                p.copy_(masters[name])
+
+    for piece in work.optimizer.pieces():
+        assert piece.tensors["weight"].dtype == torch.float32
+        torch.testing.assert_close(piece.tensors["weight"], masters[piece.parameter].detach(), rtol=1e-6, atol=1e-9)
+    now = dict(decoder.named_parameters())
+    assert {p.dtype for p in now.values()} == {torch.bfloat16}
+    assert all(torch.equal(now[name], weight) for name, weight in frozen.items())
 
 
 def train_shared(folder, run):
