@@ -22,12 +22,18 @@ from engine.events import (
 )
 
 STEP_METRICS = (
-    "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "hfu", "memory_bytes",
+    "loss", "token_accuracy", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "hfu",
+    "memory_bytes", "rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy",
     "compute_seconds", "communication_seconds", "bubble_seconds", "data_seconds", "evaluation_seconds",
     "checkpoint_seconds",
 )  # fmt: skip
 """Numbers of a step that become metrics, under their own names, where the engine tells them."""
-EVALUATION_METRICS = {"validation_loss": "loss", "validation_token_accuracy": "token_accuracy"}
+EVALUATION_METRICS = {
+    f"validation_{name}": name
+    for name in (
+        "loss", "token_accuracy", "rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy",
+    )
+}  # fmt: skip
 """Metric name and the field of `Evaluated` it is."""
 
 _SMOOTHING = 0.1

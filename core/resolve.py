@@ -16,11 +16,12 @@ from pydantic import ValidationError
 
 from core.errors import InvalidSpec
 from core.presets import PRESETS
-from core.spec import JobSpec, LoraMethod, ModelAsk, ParallelAsk, TrainingAsk
+from core.spec import DpoMethod, FullMethod, JobSpec, LoraAsk, LoraMethod, ModelAsk, ParallelAsk, TrainingAsk
 from engine.config import (
     FAMILIES,
     SHARDED,
     Data,
+    Dpo,
     Export,
     Lora,
     ModelShape,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 BYTES_VOCABULARY = 260
 """Entries of the tokenizer whose ids are bytes: 256, and four special tokens."""
 DEFAULT_EPOCHS = 3.0
+DEFAULT_DPO_EPOCHS = 1.0
 DEFAULT_GLOBAL_BATCH = 16
 DEFAULT_SEQ_LEN = 1024
 CHECKPOINTS_IN_A_RUN = 10
@@ -53,7 +55,16 @@ MICRO_BATCHES_FOR_EACH_RANK = 4
 (p - 1) of its 4p + p - 1 turns (Narayanan et al. 2021, section 2.2)."""
 CHARACTERS_IN_A_TOKEN = 4
 """For estimates before anything is tokenised."""
-LEARNING_RATES = {"scratch": 3e-4, "lora": 2e-4, "full": 2e-5}
+LEARNING_RATES = {"scratch": 3e-4, "lora": 2e-4, "full": 2e-5, "dpo with lora": 1e-5, "dpo": 1e-6}
+Objective = Literal["pretrain", "sft", "dpo"]
+OBJECTIVES: dict[Format, Objective] = {
+    "text": "pretrain",
+    "chat": "sft",
+    "completion": "sft",
+    "preference": "dpo",
+}
+"""Of ids made by somebody else, their mask decides."""
+Method = FullMethod | LoraMethod | DpoMethod
 
 
 @dataclass(frozen=True)
@@ -102,13 +113,14 @@ def resolve(
     if spec.kind == "finetune" and base is None:
         _refuse("model.base", 'a fine-tune starts from a model: set "model": {"base": "<name>"}')
     data_format = _format(spec, files)
+    method = _method(spec, data_format)
     tokenizer, vocab_size = _tokenizer(spec, files)
     shape = base.shape if base else _shape(spec.model, vocab_size, seq_len=spec.data.seq_len)
     _check_ids(spec, files, shape.vocab_size)
     if base is None and spec.data.template != "base":
         _refuse("data.template", "a template shows conversations to a base, and there is none here; leave it out")
-    lora = _lora(spec, shape)
-    seq_len = _seq_len(spec, shape)
+    lora = _lora(spec, method, shape)
+    seq_len = _seq_len(spec, shape, data_format)
     precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
     recompute = _recompute(spec, shape)
     packed = _is_packed(spec, files, data_format)
@@ -116,7 +128,7 @@ def resolve(
     parallel = choice.parallel()
     global_batch, micro_batch = choice.batch(parallel)
     rows = _rows(spec, files, data_format, seq_len, bytes_only=tokenizer.type == "bytes")
-    length = _length(spec.training, global_batch=global_batch, seq_len=seq_len)
+    length = _length(spec.training, method, global_batch=global_batch, seq_len=seq_len)
     steps = length.get("steps") or max(1, ceil(rows * length["epochs"] / global_batch))
     try:
         run = RunConfig(
@@ -125,6 +137,7 @@ def resolve(
             tokenizer=tokenizer,
             objective=_objective(spec, files, data_format),
             lora=lora,
+            dpo=_dpo(method),
             data=Data(
                 train=tuple(
                     Path(f"data/train-{index}{_ending(files[id_])}") for index, id_ in enumerate(spec.data.train)
@@ -137,7 +150,7 @@ def resolve(
                 template=None if spec.data.template == "base" else spec.data.template,
                 now=now,
             ),
-            training=_training(spec, base, lora, length, steps, global_batch, micro_batch, precision),
+            training=_training(spec, _kind(base, method), length, steps, global_batch, micro_batch, precision),
             parallel=parallel,
             recompute=recompute,
             export=Export(
@@ -160,9 +173,53 @@ def resolve(
 # The model and what it reads
 
 
-def _lora(spec: JobSpec, shape: ModelShape) -> Lora | None:
-    method = spec.method or (LoraMethod() if spec.kind == "finetune" else None)
-    if not isinstance(method, LoraMethod):
+def _method(spec: JobSpec, data_format: Format) -> Method:
+    compares = data_format == "preference"
+    if spec.method is None:
+        return FullMethod() if spec.kind == "pretrain" else DpoMethod() if compares else LoraMethod()
+    if compares and not isinstance(spec.method, DpoMethod):
+        _refuse(
+            "method.type",
+            'these files are preference data, on which "dpo" alone trains; say that, or upload chat or completion '
+            "examples",
+        )
+    if isinstance(spec.method, DpoMethod) and not compares:
+        _refuse(
+            "method.type",
+            f"DPO compares two answers, and these files are {data_format} data; upload preference pairs, or choose "
+            'another method: "lora" or "full"',
+        )
+    return spec.method
+
+
+def _dpo(method: Method) -> Dpo:
+    """As asked for; what it is where nothing is compared, nobody reads."""
+    if not isinstance(method, DpoMethod):
+        return Dpo()
+    return Dpo(beta=method.beta, label_smoothing=method.label_smoothing, sft_coefficient=method.sft_coefficient)
+
+
+def _adapters(method: Method) -> tuple[str, LoraAsk | None]:
+    """The adapters that a method trains, and the path of their fields; None: it trains every weight."""
+    match method:
+        case DpoMethod():
+            return "method.lora", method.lora
+        case LoraMethod():
+            return "method", method
+        case FullMethod():
+            return "method", None
+
+
+def _kind(base: BaseFacts | None, method: Method) -> str:
+    """Which of the `LEARNING_RATES` suits."""
+    if base is None:
+        return "scratch"
+    return "dpo with lora" if isinstance(method, DpoMethod) and method.lora else method.type
+
+
+def _lora(spec: JobSpec, given: Method, shape: ModelShape) -> Lora | None:
+    path, method = _adapters(given)
+    if method is None:
         return None
     if spec.model.base is None:
         _refuse("method.type", 'LoRA adapts a model that is there: set "model": {"base": …}, or method.type "full"')
@@ -171,7 +228,7 @@ def _lora(spec: JobSpec, shape: ModelShape) -> Lora | None:
     try:
         return lora.model_copy(update={"targets": lora.targets_in(shape)})
     except ValueError as error:
-        _refuse("method.targets", str(error).removeprefix("lora.targets: "))
+        _refuse(f"{path}.targets", str(error).removeprefix("lora.targets: "))
 
 
 def _format(spec: JobSpec, files: Mapping[str, FileFacts]) -> Format:
@@ -188,12 +245,6 @@ def _format(spec: JobSpec, files: Mapping[str, FileFacts]) -> Format:
     assert found is not None, "a spec names at least one training file"
     if spec.data.format not in {"auto", found}:
         _refuse("data.format", f'the files are {found} data, not {spec.data.format}; say "{found}" or "auto"')
-    if found == "preference":
-        _refuse(
-            "data.train",
-            "these files are preference data, which no method of this version trains on; upload chat or completion "
-            "examples",
-        )
     if spec.kind == "pretrain" and found not in {"text", "tokens"}:
         _refuse(
             "data.train",
@@ -203,9 +254,9 @@ def _format(spec: JobSpec, files: Mapping[str, FileFacts]) -> Format:
     return found
 
 
-def _objective(spec: JobSpec, files: Mapping[str, FileFacts], data_format: Format) -> Literal["pretrain", "sft"]:
+def _objective(spec: JobSpec, files: Mapping[str, FileFacts], data_format: Format) -> Objective:
     if data_format != "tokens":
-        return "pretrain" if data_format == "text" else "sft"
+        return OBJECTIVES[data_format]
     masked = any(files[id_].masked for param, id_ in spec.files() if not param.startswith("tokenizer"))
     if masked and spec.kind == "pretrain":
         _refuse("data.train", 'these ids say which of them are learned, and a pretrain learns all: use kind "finetune"')
@@ -292,13 +343,15 @@ def _usual(sizes: Mapping[str, Any]) -> dict[str, int]:
     return {"num_kv_heads": sizes["num_heads"], "ffn_hidden_size": ffn}
 
 
-def _seq_len(spec: JobSpec, shape: ModelShape) -> int:
+def _seq_len(spec: JobSpec, shape: ModelShape, data_format: Format) -> int:
     asked = spec.data.seq_len
     if asked is not None and asked > shape.max_seq_len:
         _refuse(
             "data.seq_len", f"seq_len={asked} is longer than the model's {shape.max_seq_len} tokens; use at most that"
         )
-    return asked or min(shape.max_seq_len, DEFAULT_SEQ_LEN)
+    # Both answers of a pair share a row.
+    answers = 2 if data_format == "preference" else 1
+    return asked or min(shape.max_seq_len, DEFAULT_SEQ_LEN * answers)
 
 
 def _validation(spec: JobSpec, files: Mapping[str, FileFacts]) -> Path | float | None:
@@ -467,13 +520,13 @@ def _axes(parallel: Parallel) -> str:
 # Length
 
 
-def _length(ask: TrainingAsk, *, global_batch: int, seq_len: int) -> dict[str, Any]:
+def _length(ask: TrainingAsk, method: Method, *, global_batch: int, seq_len: int) -> dict[str, Any]:
     """The one of `steps` and `epochs` that the run gets."""
     if ask.steps is not None:
         return {"steps": ask.steps}
     if ask.tokens is not None:
         return {"steps": ceil(ask.tokens / (global_batch * seq_len))}
-    return {"epochs": ask.epochs or DEFAULT_EPOCHS}
+    return {"epochs": ask.epochs or (DEFAULT_DPO_EPOCHS if isinstance(method, DpoMethod) else DEFAULT_EPOCHS)}
 
 
 def _is_packed(spec: JobSpec, files: Mapping[str, FileFacts], data_format: Format) -> bool:
@@ -494,8 +547,7 @@ def _rows(spec: JobSpec, files: Mapping[str, FileFacts], data_format: str, seq_l
 
 def _training(
     spec: JobSpec,
-    base: BaseFacts | None,
-    lora: Lora | None,
+    kind: str,
     length: dict[str, Any],
     steps: int,
     global_batch: int,
@@ -503,7 +555,6 @@ def _training(
     precision: Literal["bf16", "fp32"],
 ) -> Training:
     ask = spec.training
-    kind = "scratch" if base is None else "lora" if lora else "full"
     return Training(
         **length,
         global_batch=global_batch,

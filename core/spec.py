@@ -133,7 +133,8 @@ class DataAsk(Ask):
     validation: FileId | Annotated[Real, Field(gt=0, lt=1)] | None = None
     """A file, or the share of the training rows held out. Default: none."""
     seq_len: Whole | None = Field(None, ge=2)
-    """Tokens in a row. Default: the model's `max_seq_len`, at most 1024."""
+    """Tokens in a row. Default: the model's `max_seq_len`, at most 1024; at most 2048 for preference pairs, whose two
+    answers share a row."""
     packing: Flag = True
     """Fill rows with several examples, isolated from one another."""
     format: Literal["auto", "text", "chat", "completion", "preference", "tokens"] = "auto"
@@ -151,10 +152,9 @@ class FullMethod(Ask):
     type: Literal["full"] = "full"
 
 
-class LoraMethod(Ask):
-    """Train low-rank adapters beside frozen weights (Hu et al. 2021)."""
+class LoraAsk(Ask):
+    """Low-rank adapters beside frozen weights (Hu et al. 2021)."""
 
-    type: Literal["lora"] = "lora"
     rank: Annotated[Whole, Field(ge=1, le=1024)] = 16
     """Inner width of an adapter."""
     alpha: Real = Field(32.0, gt=0, le=1e6)
@@ -167,9 +167,29 @@ class LoraMethod(Ask):
     """Which matrices are adapted: all that the model's family has, or those named. gpt2 and bloom have no gate."""
 
 
+class LoraMethod(LoraAsk):
+    """Train low-rank adapters beside frozen weights."""
+
+    type: Literal["lora"] = "lora"
+
+
+class DpoMethod(Ask):
+    """Train on pairs of answers, the better of which is to gain on the worse (Rafailov et al. 2023)."""
+
+    type: Literal["dpo"] = "dpo"
+    beta: Real = Field(0.1, gt=0, le=1e3)
+    """The larger, the closer to the base the model stays."""
+    label_smoothing: Real = Field(0.0, ge=0, lt=0.5)
+    """Chance that the answers of a pair stand the wrong way round (conservative DPO)."""
+    sft_coefficient: Real = Field(0.0, ge=0, le=1e3)
+    """Weight of the better answer's own loss beside, a mean over its tokens: it keeps that answer likely."""
+    lora: LoraAsk | None = LoraAsk()
+    """The adapters that are trained; null trains every weight."""
+
+
 class TrainingAsk(Ask):
     steps: Whole | None = Field(None, ge=1)
-    """Optimizer steps. At most one of steps, epochs and tokens is said; default: 3 epochs."""
+    """Optimizer steps. At most one of steps, epochs and tokens is said; default: 3 epochs, and one for DPO."""
     epochs: Real | None = Field(None, gt=0, le=1e6)
     """Passes over the training rows."""
     tokens: Real | None = Field(None, ge=1, le=1e15)
@@ -179,7 +199,8 @@ class TrainingAsk(Ask):
     micro_batch: Literal["auto"] | Annotated[Whole, Field(ge=1)] = "auto"
     """Rows per forward pass on one rank; auto takes what fits the memory, and keeps each rank of a pipeline busy."""
     lr: Real | None = Field(None, gt=0, le=10)
-    """Default: 3e-4 from scratch, 2e-4 for LoRA, 2e-5 for a full fine-tune."""
+    """Default: 3e-4 from scratch, 2e-4 for LoRA, 2e-5 for a full fine-tune; for DPO 1e-5 with adapters and 1e-6
+    without."""
     min_lr_ratio: Real = Field(0.1, ge=0, le=1)
     """The schedule ends at this share of `lr`."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -312,8 +333,8 @@ class JobSpec(Ask):
     tokenizer: TokenizerAsk | None = None
     """Default: the base's, or bytes where there is no base."""
     data: DataAsk
-    method: Annotated[FullMethod | LoraMethod, Field(discriminator="type")] | None = None
-    """Default: LoRA for a fine-tune, full for a pretrain."""
+    method: Annotated[FullMethod | LoraMethod | DpoMethod, Field(discriminator="type")] | None = None
+    """Default: LoRA for a fine-tune, DPO with adapters where the files hold preference pairs, full for a pretrain."""
     training: TrainingAsk = TrainingAsk()
     parallel: Literal["auto"] | ParallelAsk = "auto"
     """Ranks of each axis. auto: as little tensor parallelism as memory allows, the rest as replicas."""

@@ -26,12 +26,22 @@ class Batch:
     """int64 number of the document within its row; attention never crosses. None: each row is one document."""
     weights_BT: Tensor | None = None
     """fp32 weight of each label's loss; None: all ones."""
+    reference_BP2: Tensor | None = None
+    """fp64 log-probability that the model had for the answers of each pair before training, the better one first; NaN
+    for those that a row does not have. A row's documents 2p and 2p + 1 are its pair p. None: there are no pairs."""
     rows_B: Tensor | None = None
     """int64 place of each row within the step's global batch, which dropout masks are derived from; None: 0 to B-1."""
     num_labels: int | None = None
     """Labels that are not IGNORE, counted where the batch was made; None: nobody counted."""
     step: int = 0
     """Optimizer step the batch belongs to, which dropout masks are derived from."""
+
+    @property
+    def num_terms(self) -> int:
+        """What a loss is a mean over: labels, or pairs where there are any."""
+        if self.reference_BP2 is None:
+            return self.num_labels or 0
+        return int((~self.reference_BP2.isnan()).all(-1).sum())
 
     def at(self, places_S: Tensor) -> Self:
         """Of each row the tokens at `places_S`, int64."""

@@ -469,6 +469,18 @@ class Lora(Part):
         return there if self.targets is None else self.targets
 
 
+class Dpo(Part):
+    """How answers are compared (Rafailov et al. 2023, equation 7)."""
+
+    beta: float = Field(0.1, gt=0, le=1e3)
+    """How much what an answer gains in log-probability over the model before training counts: the larger, the closer
+    to that model the result stays."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Chance that a pair's answers stand the wrong way round (conservative DPO, Mitchell 2023)."""
+    sft_coefficient: float = Field(0.0, ge=0, le=1e3)
+    """Weight of the better answer's own loss, a mean over its tokens, which keeps it likely (Pang et al. 2024)."""
+
+
 class TokenizerSource(Part):
     """Where token ids come from."""
 
@@ -603,6 +615,8 @@ class RunConfig(Part):
     against the other."""
     lora: Lora | None = None
     """None trains every weight."""
+    dpo: Dpo = Dpo()
+    """Read where the objective is dpo."""
     data: Data
     training: Training
     parallel: Parallel = Parallel()

@@ -68,7 +68,17 @@ class Step(EventBase):
     step: int
     """Counts from 1 over the whole job, across attempts."""
     loss: float
-    """Mean over the step's label tokens, in nats."""
+    """Mean over the step's label tokens, in nats; under dpo over its pairs."""
+    token_accuracy: float | None = None
+    """Share of the label tokens that the model held likeliest, in 0..1; under dpo of the better answers'."""
+    rewards_chosen: float | None = None
+    """Under dpo, mean over the pairs of beta times what the better answer has gained in log-probability since before
+    training; the next of the worse one."""
+    rewards_rejected: float | None = None
+    reward_margin: float | None = None
+    """Of the two the difference."""
+    reward_accuracy: float | None = None
+    """Share of the pairs whose better answer has gained more."""
     lr: float
     grad_norm: float
     """Global L2 norm before clipping."""
@@ -103,9 +113,19 @@ class Evaluated(EventBase):
     type: Literal["evaluated"] = "evaluated"
     step: int
     loss: float
-    """Mean over all validation label tokens, in nats."""
+    """Mean over all validation label tokens, in nats; under dpo over all pairs."""
     token_accuracy: float
+    """Share of the label tokens that the model held likeliest, in 0..1; under dpo of the better answers'."""
     tokens: int
+    """Label tokens that the accuracy is of."""
+    rewards_chosen: float | None = None
+    """Under dpo, mean over the pairs of beta times what the better answer has gained in log-probability since before
+    training; the next of the worse one."""
+    rewards_rejected: float | None = None
+    reward_margin: float | None = None
+    """Of the two the difference."""
+    reward_accuracy: float | None = None
+    """Share of the pairs whose better answer has gained more."""
 
 
 class CheckpointSaved(EventBase):
@@ -135,7 +155,7 @@ class Progress(EventBase):
     """Long work outside the training steps: tokenising, loading, exporting."""
 
     type: Literal["progress"] = "progress"
-    phase: Literal["tokenizer", "data", "model", "export"]
+    phase: Literal["tokenizer", "data", "model", "reference", "export"]
     done: int
     total: int
     unit: str

@@ -9,8 +9,9 @@ B rows, T tokens, S tokens of this rank, N tokens of a chunk, K of a block, D fe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from engine.plan.memory import CHUNK_LOGITS
 
 PRODUCT = 2**21
 """Elements of a product that are added up while a CPU's cores have them: 4 MiB in bf16."""
+SUMS = ("loss", "labels", "correct", "pairs", "rewards_chosen", "rewards_rejected", "preferred")
+"""What is summed over the batches of a step or an evaluation, in the order of `LossParts.sums`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,58 @@ class LossParts:
     """int64 scalar: labels that are not IGNORE, whatever their weight."""
     correct: Tensor
     """int64 scalar: labels whose logit is the largest."""
+    compared: Tensor | None = None
+    """fp64: the last four of `SUMS`, where answers are compared in pairs; None: there are none."""
+    log_probs_BP2: Tensor | None = None
+    """fp64 log-probability of each answer of each pair, of all its labels on whatever rank; None: there are none."""
+
+    def sums(self) -> Tensor:
+        """fp64: the numbers that `SUMS` names."""
+        own = torch.stack([part.detach().double() for part in (self.loss_sum, self.label_count, self.correct)])
+        return torch.cat([own, torch.zeros_like(own[:1]).expand(4) if self.compared is None else self.compared])
+
+
+class Means(TypedDict):
+    """Fields of the events `Step` and `Evaluated`, which say what they mean."""
+
+    loss: float
+    token_accuracy: float
+    rewards_chosen: float | None
+    rewards_rejected: float | None
+    reward_margin: float | None
+    reward_accuracy: float | None
+
+
+def means(sums: Sequence[float]) -> Means:
+    """Of the numbers that `SUMS` names, summed over all ranks."""
+    of = dict(zip(SUMS, sums, strict=True))
+    labels, pairs = max(1, of["labels"]), of["pairs"]
+    chosen, rejected, preferred = (
+        of[name] / pairs if pairs else None for name in ("rewards_chosen", "rewards_rejected", "preferred")
+    )
+    return Means(
+        loss=of["loss"] / (pairs or labels),
+        token_accuracy=of["correct"] / labels,
+        rewards_chosen=chosen,
+        rewards_rejected=rejected,
+        reward_margin=None if chosen is None or rejected is None else chosen - rejected,
+        reward_accuracy=preferred,
+    )
+
+
+class Criterion(Protocol):
+    """What a model's last stage does with its output: `vocab_loss`, or what is made of it."""
+
+    def __call__(
+        self,
+        x_BSD: Tensor,
+        weight_VD: Tensor,
+        batch: Batch,
+        axis: TensorAxis,
+        *,
+        scale: float | None,
+        chunk_logits: int,
+    ) -> LossParts: ...
 
 
 def vocab_loss(
@@ -59,6 +114,42 @@ def vocab_loss(
     return LossParts(loss_sum, (batch.labels_BT != IGNORE).sum(), correct)
 
 
+def weighted_loss(
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    labels_BT: Tensor,
+    weights_BT: Tensor,
+    axis: TensorAxis,
+    *,
+    scale: float | None,
+    chunk_logits: int,
+) -> Tensor:
+    """Sum of weights times -log p(label), with its gradient; weights may be negative. 0 where no gradient is wanted.
+
+    `scale` is as in `vocab_loss`.
+    """
+    if not torch.is_grad_enabled():
+        return x_BSD.new_zeros((), dtype=torch.float32)
+    loss_sum, _ = _VocabLoss.apply(  # type: ignore[no-untyped-call]
+        x_BSD, weight_VD, labels_BT, weights_BT, axis, scale, chunk_logits, True
+    )
+    return cast(Tensor, loss_sum)
+
+
+@torch.no_grad()
+def token_losses(
+    x_BSD: Tensor, weight_VD: Tensor, batch: Batch, axis: TensorAxis, *, chunk_logits: int = CHUNK_LOGITS
+) -> tuple[Tensor, Tensor]:
+    """-log p(label) of each token, fp32, and whether the label's logit is the largest; 0 and False without a label."""
+    x_BTD = start_gather_tokens(x_BSD, axis).wait()
+    has_label_BT = batch.labels_BT != IGNORE
+    weights_M = has_label_BT.flatten().float()
+    loss_M, first_M = _by_chunks(
+        x_BTD.flatten(0, 1), weight_VD, batch.labels_BT.flatten(), weights_M, axis, chunk_logits
+    )
+    return loss_M.view_as(has_label_BT), first_M.view_as(has_label_BT) & has_label_BT
+
+
 class _VocabLoss(torch.autograd.Function):
     """Forward: gather tokens, loss and gradients chunk by chunk, sum the parts. Backward: scale what forward found."""
 
@@ -79,8 +170,6 @@ class _VocabLoss(torch.autograd.Function):
         x_MD, labels_M = x_BTD.flatten(0, 1), labels_BT.flatten()
         weights_M = torch.ones_like(labels_M, dtype=torch.float32) if weights_BT is None else weights_BT.flatten()
         weights_M = weights_M * (labels_M != IGNORE)
-        loss_M = torch.empty_like(weights_M)
-        first_M = torch.empty_like(labels_M, dtype=torch.bool)
         grad_MD = torch.empty_like(x_MD) if x_needed else None
         grad_VD, factor, landing = None, 1.0, None
         if weight_needed and scale is not None and (landing := landing_of(weight_VD)) is not None:
@@ -88,19 +177,9 @@ class _VocabLoss(torch.autograd.Function):
         elif weight_needed:
             grad_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
 
-        step = min(len(x_MD), max(1, chunk_logits // weight_VD.shape[0]))
-        logits_NV = x_MD.new_empty(step, weight_VD.shape[0])
-        for start in range(0, len(x_MD), step):
-            here = slice(start, start + step)
-            x_ND = x_MD[here]
-            grad_NV = torch.mm(x_ND, weight_VD.t(), out=logits_NV[: len(x_ND)])
-            loss_M[here], first_M[here] = _to_gradient(
-                grad_NV, labels_M[here], weights_M[here], placement_of(weight_VD), axis
-            )
-            if grad_MD is not None:
-                torch.mm(grad_NV, weight_VD, out=grad_MD[here])
-            if grad_VD is not None:
-                _add_product(grad_VD, grad_NV, x_ND, factor)
+        loss_M, first_M = _by_chunks(
+            x_MD, weight_VD, labels_M, weights_M, axis, chunk_logits, grad_MD=grad_MD, grad_VD=grad_VD, factor=factor
+        )
         summed = None if grad_MD is None else start_sum_parts(grad_MD.view_as(x_BTD), axis).wait()
         ctx.save_for_backward(summed, grad_VD if landing is None else None)
         ctx.weight_dtype = weight_VD.dtype
@@ -125,6 +204,40 @@ def _add_product(total_VD: Tensor, grad_NV: Tensor, x_ND: Tensor, factor: float)
     part_KD = x_ND.new_empty(min(rows, len(total_VD)), x_ND.shape[1])
     for some_KD, grad_NK in zip(torch.split(total_VD, rows), torch.split(grad_NV, rows, dim=1), strict=True):
         add_wide(some_KD, torch.mm(grad_NK.t(), x_ND, out=part_KD[: len(some_KD)]), factor)
+
+
+def _by_chunks(
+    x_MD: Tensor,
+    weight_VD: Tensor,
+    labels_M: Tensor,
+    weights_M: Tensor,
+    axis: TensorAxis,
+    chunk_logits: int,
+    *,
+    grad_MD: Tensor | None = None,
+    grad_VD: Tensor | None = None,
+    factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Each token's weighted loss, and whether its label has the largest logit.
+
+    Fills `grad_MD` where it is given, and adds to `grad_VD`, times `factor`.
+    """
+    loss_M = torch.empty_like(weights_M)
+    first_M = torch.empty_like(labels_M, dtype=torch.bool)
+    step = min(len(x_MD), max(1, chunk_logits // weight_VD.shape[0]))
+    logits_NV = x_MD.new_empty(step, weight_VD.shape[0])
+    for start in range(0, len(x_MD), step):
+        here = slice(start, start + step)
+        x_ND = x_MD[here]
+        grad_NV = torch.mm(x_ND, weight_VD.t(), out=logits_NV[: len(x_ND)])
+        loss_M[here], first_M[here] = _to_gradient(
+            grad_NV, labels_M[here], weights_M[here], placement_of(weight_VD), axis
+        )
+        if grad_MD is not None:
+            torch.mm(grad_NV, weight_VD, out=grad_MD[here])
+        if grad_VD is not None:
+            _add_product(grad_VD, grad_NV, x_ND, factor)
+    return loss_M, first_M
 
 
 def _to_gradient(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from engine import lora, weights
@@ -16,6 +17,7 @@ from engine.mesh import Mesh
 from engine.model import DTYPES, Decoder
 from engine.optimizer import AnyOptimizer, Optimizer
 from engine.plan import budget
+from engine.preference import preference_loss
 from engine.progress import Reporter
 from engine.together import together
 from engine.tokenizer import Tokenizer
@@ -57,6 +59,8 @@ def ready_model(run: RunConfig, run_dir: Path, mesh: Mesh, tokenizer: Tokenizer)
         weights.load(decoder, base)
     if run.lora is not None:
         lora.adapt(decoder, run.lora, seed=seed)
+    if run.objective == "dpo":
+        decoder.criterion = partial(preference_loss, context=decoder.context, dpo=run.dpo)
     return decoder.train()
 
 

@@ -26,7 +26,7 @@ from engine.context import ContextAxis
 from engine.dropout import Draw, Dropout
 from engine.ledger import Ledger
 from engine.linear import ColumnLinear, PositionEmbedding, VocabEmbedding
-from engine.loss import LossParts, vocab_loss
+from engine.loss import Criterion, LossParts, vocab_loss
 from engine.mesh import ENDS, Mesh, alone
 from engine.mlp import MLP
 from engine.norm import NORMS
@@ -154,6 +154,8 @@ class Decoder(nn.Module):
         self.shape, self.mesh, self.axis, self.context = shape, mesh, TensorAxis.of(mesh), ContextAxis.of(mesh)
         self.dtype, self.device, self.chunk_logits = dtype, mesh.device, chunk_logits
         self.ledger = Ledger(recompute)
+        self.criterion: Criterion = vocab_loss
+        """What the last stage makes of its output."""
         self.dropout_seed = 0
         """What dropout masks are drawn from, besides the batch's step and rows."""
         self.stages = chunks(shape, mesh.parallel, rank=mesh.rank("pipeline"))
@@ -207,7 +209,9 @@ class Decoder(nn.Module):
         hidden_BSD = self._through(stage, hidden_BSD, frame)
         if not stage.last:
             return hidden_BSD
-        return vocab_loss(hidden_BSD, self.output_weight, own, self.axis, scale=scale, chunk_logits=self.chunk_logits)
+        return self.criterion(
+            hidden_BSD, self.output_weight, own, self.axis, scale=scale, chunk_logits=self.chunk_logits
+        )
 
     def hidden_size(self, batch: Batch) -> tuple[int, int, int]:
         """B S D of what passes between stages for this batch."""

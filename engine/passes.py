@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from engine.batch import Batch
 from engine.channel import Channel, Message
-from engine.loss import LossParts
+from engine.loss import SUMS, LossParts
 from engine.model import Decoder
 from engine.plan.turns import Turn, room, turns, visits
 
@@ -33,14 +33,14 @@ class Passes:
         self.whereabouts = mesh.stopwatch.whereabouts
 
     def train(self, batches: Sequence[Batch], *, labels: int) -> Tensor:
-        """Leave the gradients of the mean loss over the `labels` of the global batch.
+        """Leave the gradients of the mean loss over the `labels` of the global batch, or what else it is a mean over.
 
-        Returns the loss summed over this replica's labels, an fp64 scalar: the same on every tensor rank of the last
-        stage, and 0 elsewhere.
+        Returns the sums that `SUMS` names, over this replica's batches, in fp64: the same on every tensor rank of the
+        last stage, and 0 elsewhere.
         """
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.decoder.device)
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.decoder.device)
         if not batches:
-            return loss_sum
+            return sums
         pipeline = {"ranks": self.ranks, "chunks": self.chunks, "micro_batches": len(batches)}
         behind = room(**pipeline)
         # The mean over all labels of the step, wherever they are: never a mean of means.
@@ -61,7 +61,7 @@ class Passes:
             received = None if arrived is None else arrived.requires_grad_()
             output = self.decoder.run(turn.chunk, batches[turn.micro], received, scale=scale)
             if isinstance(output, LossParts):
-                loss_sum += output.loss_sum.detach()
+                sums += output.sums()
                 output = output.loss_sum * scale
             else:
                 self.forward.send(output.detach(), room=behind)
@@ -69,12 +69,18 @@ class Passes:
             del arrived, received, output
         self.forward.finish()
         self.backward.finish()
-        return loss_sum
+        return sums
+
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """The sums that `SUMS` names over all batches, in fp64; 0 where `train` has 0."""
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.decoder.device)
+        for _, parts in self.losses(batches):
+            sums += parts.sums()
+        return sums
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """Losses, labels, and labels that were foreseen, summed over all batches, in fp64; 0 where `train` has 0."""
-        sums = torch.zeros(3, dtype=torch.float64, device=self.decoder.device)
+    def losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, LossParts]]:
+        """Each batch with what the model makes of it, on ranks of the last stage; nothing on others. No gradients."""
         batches = iter(batches)
         while group := list(islice(batches, self.ranks)):
             order = [
@@ -86,10 +92,8 @@ class Passes:
                 if not isinstance(output, LossParts):
                     self.forward.send(output, room=2)
                 else:
-                    parts = (output.loss_sum, output.label_count, output.correct)
-                    sums += torch.stack([part.double() for part in parts])
+                    yield group[turn.micro], output
         self.forward.finish()
-        return sums
 
     def _taken(self, order: Sequence[Turn], batches: Sequence[Batch]) -> Iterator[tuple[Turn, Tensor | None]]:
         """Each turn with what it needs from a neighbour, which travels during the turn before."""

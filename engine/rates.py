@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TypedDict
 
 from engine.config import ModelShape, Operation, RunConfig
-from engine.plan.flops import model_flops
+from engine.plan.flops import MULTIPLY_ADD, model_flops
 from engine.plan.recompute import hardware_flops
 
 BESIDE_TRAINING = frozenset({"evaluation", "checkpoint"})
@@ -44,6 +44,9 @@ def speeds(
     seconds = sum(time for part, time in parts.items() if part not in BESIDE_TRAINING)
     model = model_flops(shape, tokens=tokens, pairs=pairs, lora=run.lora)
     hardware = hardware_flops(shape, tokens=tokens, pairs=pairs, replayed=replayed, lora=run.lora)
+    if run.objective == "dpo":
+        # The output's product is done again, see `engine.preference`.
+        hardware += MULTIPLY_ADD * tokens * shape.hidden_size * shape.vocab_size
     peak = run.peak_flops_per_rank
     most = None if peak is None else seconds * run.parallel.ranks * peak
     return Speeds(

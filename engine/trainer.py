@@ -17,15 +17,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import checkpoint
+from engine import checkpoint, reference
 from engine.batch import Batch
 from engine.checkpoint import Facts
 from engine.config import RunConfig
 from engine.culprits import NonFinite, in_step, in_validation
 from engine.data.loader import Loader
 from engine.data.prepare import Prepared
+from engine.data.rows import Rows
 from engine.events import CheckpointSaved, Evaluated, Event, Finished, Log, Started, Step, Stopped
 from engine.export import export
+from engine.loss import SUMS, means
 from engine.makings import blame, ready_data, ready_model, ready_optimizer
 from engine.mesh import Mesh, build
 from engine.model import Decoder, whole_shapes
@@ -64,6 +66,7 @@ def train(run: RunConfig, run_dir: Path, emit: Emit, wish: StopWish, whereabouts
         decoder = ready_model(run, run_dir, mesh, tokenizer)
     report("model", 1, 1, "models")
     work = Work(run, run_dir, mesh, emit, wish, tokenizer, prepared, decoder)
+    work.refer(report)
     work.resume()
     wish.note()
     work.announce()
@@ -84,7 +87,7 @@ class Agreed:
     """What the ranks know about a step before they take it."""
 
     labels: int
-    """Of the global batch."""
+    """Of the global batch; pairs, where its loss is a mean over these."""
     stop: bool
     """Some rank was told to stop."""
     memory_bytes: int
@@ -113,7 +116,7 @@ class Work:
         training = run.training
         self.optimizer = ready_optimizer(decoder, training)
         self.passes = Passes(decoder)
-        self.loader = self._loader()
+        self.loader = self._loader(prepared.train)
         self.replayed = budget.replayed_by_layer(run, decoder.shape)
         """Operations that are run again in backward, of each layer of the whole model."""
         self.step = 0
@@ -129,7 +132,7 @@ class Work:
             run_dir / CHECKPOINTS,
             self.optimizer,
             keep=training.keep_checkpoints,
-            beside=lambda folder: tokenizer.save(folder / "tokenizer"),
+            beside=self.keep_beside,
             saved=self.tell_saved,
         )
         # Adapters mean nothing without the very weights they were made on.
@@ -140,6 +143,12 @@ class Work:
     def total_steps(self) -> int:
         """Those before the checkpoint that the run goes on from included."""
         return self.run.training.steps or self.loader.steps(self.run.training.epochs or 0)
+
+    def refer(self, report: Reporter) -> None:
+        """Under dpo, find how likely each answer is before anything is trained, which it is compared with."""
+        if self.run.objective == "dpo":
+            kept = None if self.run.resume is None else self.run_dir / self.run.resume
+            reference.refer(self.run_dir, self.prepared, self.passes, self._loader, report, kept=kept)
 
     def resume(self) -> None:
         """Go on from the run's checkpoint, if it has one."""
@@ -214,7 +223,7 @@ class Work:
         """Add up over all ranks what each must know before the step; one small exchange."""
         # Ranks that differ along other axes than data hold the same labels.
         counts = all(self.mesh.rank(axis) == 0 for axis in ("tensor", "context", "pipeline"))
-        labels = sum(batch.num_labels or 0 for batch in batches) if counts else 0
+        labels = sum(batch.num_terms for batch in batches) if counts else 0
         ranks = self.run.parallel.ranks
         facts = torch.zeros(2 + 2 * ranks, dtype=torch.int64)
         facts[0], facts[1] = labels, int(self.wish.wanted)
@@ -233,12 +242,13 @@ class Work:
         """Train on one global batch."""
         number = self.step + 1
         lr = learning_rate(number, total_steps=self.total_steps, training=self.run.training)
-        loss_sum = self.passes.train(batches, labels=agreed.labels)
+        sums = self.passes.train(batches, labels=agreed.labels)
         norm = self.optimizer.sum_gradients()
         # The norm had the host wait for the device, so that the time of all before it can be read.
         spent = self.stopwatch.lap()
-        loss, *times = self._over_ranks(loss_sum[None], list(spent.values()))
-        loss = loss / max(1, agreed.labels)
+        summed, times = self._over_ranks(sums, list(spent.values()))
+        told = means(summed)
+        loss = told["loss"]
         if not (isfinite(loss) and isfinite(norm)):
             raise in_step(
                 self.step,
@@ -251,18 +261,18 @@ class Work:
                 optimizer=self.optimizer,
             )
         self.optimizer.update(lr=lr, norm=norm)
-        means = {part: time / self.run.parallel.ranks for part, time in zip(spent, times, strict=True)}
+        parts = {part: time / self.run.parallel.ranks for part, time in zip(spent, times, strict=True)}
         tokens, pairs = self.loader.tokens(self.step), self.loader.pairs(self.step)
         self.step, self.tokens = number, self.tokens + tokens
         self.emit(
             Step(
                 step=number,
-                loss=loss,
+                **told,
                 lr=lr,
                 grad_norm=norm,
                 tokens=self.tokens,
                 memory_bytes=agreed.memory_bytes,
-                **speeds(self.run, self.decoder.shape, tokens=tokens, pairs=pairs, replayed=self.replayed, parts=means),
+                **speeds(self.run, self.decoder.shape, tokens=tokens, pairs=pairs, replayed=self.replayed, parts=parts),
             )
         )
 
@@ -281,11 +291,12 @@ class Work:
         return True
 
     def _validate(self) -> None:
-        loader = self._loader(validation=True)
+        assert self.prepared.validation is not None
+        loader = self._loader(self.prepared.validation)
         self.decoder.eval()
-        loss_sum, labels, correct = self._over_ranks(self.passes.evaluate(loader.sweep()))
-        labels = max(1, int(labels))
-        loss = loss_sum / labels
+        sums, _ = self._over_ranks(self.passes.evaluate(loader.sweep()))
+        told = means(sums)
+        loss = told["loss"]
         trouble = None
         if not isfinite(loss):
             held_out = self.run.data.validation
@@ -294,7 +305,7 @@ class Work:
         self.decoder.train()
         if trouble is not None:
             raise trouble
-        self.emit(Evaluated(step=self.step, loss=loss, token_accuracy=correct / labels, tokens=labels))
+        self.emit(Evaluated(step=self.step, **told, tokens=int(sums[SUMS.index("labels")])))
 
     def save(self) -> None:
         """Begin to save this step, unless the run already has a checkpoint of it, or will in a moment."""
@@ -312,6 +323,12 @@ class Work:
                     self.scale,
                 )
             )
+
+    def keep_beside(self, folder: Path) -> None:
+        """Write what a run that goes on needs besides the tensors."""
+        self.tokenizer.save(folder / "tokenizer")
+        if self.run.objective == "dpo":
+            reference.keep(self.run_dir, folder)
 
     def await_save(self) -> None:
         """Return once the save under way, if there is one, is published."""
@@ -331,9 +348,7 @@ class Work:
             )
         )
 
-    def _loader(self, *, validation: bool = False) -> Loader:
-        rows = self.prepared.validation if validation else self.prepared.train
-        assert rows is not None
+    def _loader(self, rows: Rows) -> Loader:
         return Loader(
             rows,
             seed=self.run.training.seed,
@@ -345,15 +360,16 @@ class Work:
             device=self.mesh.device,
         )
 
-    def _over_ranks(self, sums: torch.Tensor, own: Sequence[float] = ()) -> list[float]:
-        """Sums over labels (fp64), wherever those are, and then those of numbers that each rank has of its own."""
+    def _over_ranks(self, sums: torch.Tensor, own: Sequence[float] = ()) -> tuple[list[float], list[float]]:
+        """Sums over labels (fp64), wherever those are, and those of numbers that each rank has of its own."""
         # Of ranks that share a model, those of the last stage have the loss, each tensor rank the same.
         counts = self.mesh.rank("tensor") == 0 and self.mesh.rank("pipeline") == self.mesh.size("pipeline") - 1
         both = torch.cat([sums if counts else torch.zeros_like(sums), sums.new_tensor(own)])
         with self.mesh.exchange():
             if self.run.parallel.ranks > 1:
                 dist.all_reduce(both)
-            return both.tolist()
+            summed = both.tolist()
+        return summed[: len(sums)], summed[len(sums) :]
 
 
 def is_due(step: int, every: int | None, total_steps: int) -> bool:

@@ -178,11 +178,13 @@ def get_metrics(
 ) -> MetricsOut:
     """Get numbers over steps, thinned on the server: first, last and extremes stay.
 
-    Of each step: `loss`, `lr`, `grad_norm`, `tokens`, `tokens_per_second`, `step_seconds`, `memory_bytes`; `mfu` and
+    Of each step: `loss`, `token_accuracy`, `lr`, `grad_norm`, `tokens`, `tokens_per_second`, `step_seconds`,
+    `memory_bytes`; under DPO `rewards_chosen`, `rewards_rejected`, `reward_margin` and `reward_accuracy`; `mfu` and
     `hfu` where the device's peak is known; and what `step_seconds` went to, as means over ranks that add up to it:
     `compute_seconds`, `communication_seconds` (waited for, not hidden behind compute), `bubble_seconds` (of the
     pipeline), `data_seconds`, and what followed the step before, `evaluation_seconds` and `checkpoint_seconds`. Of each
-    validation: `validation_loss` and `validation_token_accuracy`.
+    validation: `validation_loss` and `validation_token_accuracy`, and under DPO the four rewards, their names likewise
+    with `validation_` before.
     """
     job = jobs.get(session, owner, job_id)
     wanted = [name for given in names or [] for name in given.split(",") if name]

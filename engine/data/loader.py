@@ -125,7 +125,17 @@ class Loader:
             positions_BT=positions_BT,
             documents_BT=documents_BT,
             rows_B=torch.tensor(places),
+            reference_BP2=self._references(rows),
             num_labels=num_labels,
             step=step_index,
         )
         return batch.to(self.device)
+
+    def _references(self, rows: Sequence[int]) -> torch.Tensor | None:
+        """B P 2, as a batch has them; one row of none without any rows."""
+        if self.rows.references is None:
+            return None
+        found = [self.rows.references[self.rows.place(row)] for row in rows] or [np.empty(0)]
+        most = max(map(len, found))
+        padded = [np.pad(each, (0, most - len(each)), constant_values=np.nan) for each in found]
+        return torch.from_numpy(np.stack(padded).reshape(len(found), most // 2, 2))

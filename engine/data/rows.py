@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ class Rows:
         self._segments = _mapped(folder / "segments.bin", _SEGMENT)
         self._members = members
         self._bounds = bounds
+        self.references: Array | None = None
+        """Where documents are answers in pairs, the better one first: fp64 log-probability of each document of each
+        row, one row after another, that they are compared with."""
         lengths = self._segments["length"][members].astype(np.int64)
         sums = np.concatenate([[0], np.cumsum(lengths)])
         self.filled: Array = sums[bounds[1:]] - sums[bounds[:-1]]
@@ -77,7 +81,7 @@ class Rows:
     def row(self, index: int) -> Row:
         tokens = np.full(self.width, self.pad_id, dtype=np.int64)
         trained = np.zeros(self.width, dtype=np.bool_)
-        segments = self._segments[self._members[self._bounds[index] : self._bounds[index + 1]]]
+        segments = self._segments[self._members[self.place(index)]]
         documents = np.full(self.width, len(segments), dtype=np.int64)
         positions = np.empty(self.width, dtype=np.int64)
         at = 0
@@ -93,9 +97,25 @@ class Rows:
         positions[at:] = np.arange(self.width - at)
         return Row(tokens, trained, documents, positions, at)
 
+    @property
+    def documents(self) -> int:
+        """In all rows."""
+        return len(self._members)
+
+    def place(self, index: int) -> slice:
+        """Where the documents of a row stand among those of all rows."""
+        return slice(int(self._bounds[index]), int(self._bounds[index + 1]))
+
+    def digest(self) -> str:
+        """Tells rows apart by what is in them."""
+        digest = hashlib.sha256()
+        for array in (self._tokens, self._trained, self._segments, self._members, self._bounds):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
     def origins(self, index: int) -> list[tuple[int, int]]:
         """File number and line of each document in a row."""
-        segments = self._segments[self._members[self._bounds[index] : self._bounds[index + 1]]]
+        segments = self._segments[self._members[self.place(index)]]
         return [(int(segment["file"]), int(segment["line"])) for segment in segments]
 
     def labels(self) -> int:

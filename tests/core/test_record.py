@@ -71,6 +71,18 @@ def test_each_number_of_a_step_becomes_a_metric_under_its_own_name(session: Sess
     assert metrics.names(session, job.id) == sorted(metrics.series(session, job.id))
 
 
+def test_what_pairs_of_answers_gained_becomes_metrics_of_steps_and_validations(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    names = ("rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy")
+    told = {name: float(number) for number, name in enumerate(names)}
+    held_out = Evaluated(seq=2, time=1.0, step=1, loss=0.5, token_accuracy=0.25, tokens=100, **told)
+    jobs.record(session, job.id, fence=1, events=[make.step(1, token_accuracy=0.5, **told), held_out])
+    kept = metrics.series(session, job.id)
+    assert kept["token_accuracy"] == [(1, 0.5)]
+    for name, value in told.items():
+        assert kept[name] == kept[f"validation_{name}"] == [(1, value)]
+
+
 def test_where_a_steps_time_went_becomes_metrics(session: Session) -> None:
     job = make.job(session, state=S.RUNNING)
     parts = ("compute", "communication", "bubble", "data", "evaluation", "checkpoint")

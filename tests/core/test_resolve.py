@@ -63,6 +63,24 @@ def resolved(ask: dict[str, Any], cluster: ClusterFacts | None = None, **changes
     )
 
 
+PREFERENCE: dict[str, Any] = FINETUNE | {"data": {"train": ["file-preferences"]}}
+
+
+def test_pairs_of_answers_are_compared_by_adapters_unless_said_otherwise() -> None:
+    run = resolved(PREFERENCE).run
+    assert (run.objective, run.data.format) == ("dpo", "preference")
+    assert (run.dpo.beta, run.dpo.label_smoothing, run.dpo.sft_coefficient) == (0.1, 0.0, 0.0)
+    assert run.lora is not None
+    assert (run.lora.rank, run.training.lr, run.training.epochs) == (16, 1e-5, 1.0)
+    said = {"type": "dpo", "beta": 0.3, "label_smoothing": 0.1, "sft_coefficient": 0.2}
+    run = resolved(PREFERENCE, method={**said, "lora": {"rank": 4, "targets": ["q", "q"]}}).run
+    assert (run.dpo.beta, run.dpo.label_smoothing, run.dpo.sft_coefficient) == (0.3, 0.1, 0.2)
+    assert run.lora is not None
+    assert (run.lora.rank, run.lora.targets) == (4, ("q",))
+    run = resolved(PREFERENCE, method={"type": "dpo", "lora": None}).run
+    assert (run.lora, run.training.lr) == (None, 1e-6)
+
+
 def test_the_shortest_finetune_is_a_whole_job() -> None:
     resolution = resolved(FINETUNE)
     run = resolution.run
@@ -388,7 +406,14 @@ REFUSALS: list[Any] = [
     pytest.param(
         SCRATCH, {"data": {"train": ["file-text"], "template": "plain"}}, "data.template", "leave it out", id="template"
     ),
-    pytest.param(FINETUNE, {"data": {"train": ["file-preferences"]}}, "data.train", "no method", id="preference"),
+    pytest.param(
+        FINETUNE, {"data": {"train": ["file-preferences"]}, "method": {"type": "lora"}}, "method.type", '"dpo" alone',
+        id="preference without dpo",
+    ),
+    pytest.param(FINETUNE, {"method": {"type": "dpo"}}, "method.type", "these files are chat data", id="dpo on chat"),
+    pytest.param(
+        SCRATCH, {"data": {"train": ["file-preferences"]}}, "data.train", 'kind "finetune"', id="preference, pretrain"
+    ),
     pytest.param(
         FINETUNE, {"data": {"train": ["file-chat", "file-pairs"]}}, "data.train.1", "one format at a time", id="mixed"
     ),

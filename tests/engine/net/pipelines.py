@@ -66,7 +66,7 @@ def step(passes: Passes, batches: list[Batch]) -> float:
     grid = passes.decoder.mesh
     share = len(batches) // grid.size("data")
     mine = batches[grid.rank("data") * share : (grid.rank("data") + 1) * share]
-    return over_ranks(grid, passes.train(mine, labels=labels_in(batches))).item() / labels_in(batches)
+    return over_ranks(grid, passes.train(mine, labels=labels_in(batches)))[0].item() / labels_in(batches)
 
 
 def over_ranks(grid: mesh.Mesh, sums: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def config(**changes: Any) -> RunConfig:
 
 
 def write(run_dir: Path, run: RunConfig) -> Path:
-    """Write `run.json`, with text and question-and-answer data beside it."""
+    """Write `run.json`, with text, questions with answers and pairs of answers beside it."""
     data = run_dir / "data"
     data.mkdir(exist_ok=True)
     random = Random(3)
@@ -45,6 +45,8 @@ def write(run_dir: Path, run: RunConfig) -> Path:
     (data / "train.txt").write_text("\n".join(" ".join(random.choices(words, k=12)) for _ in range(60)))
     pairs = [{"prompt": f"{n} and {n}?", "completion": " " + "yes " * (n % 4 + 1)} for n in range(9)]
     (data / "train.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    preferred = [{"prompt": f"{n}?", "chosen": " yes" * (n % 3 + 1), "rejected": " no" * (n % 2 + 1)} for n in range(9)]
+    (data / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in preferred))
     (run_dir / "run.json").write_text(run.model_dump_json())
     return run_dir / "run.json"
 
@@ -54,6 +56,12 @@ COMPLETION: dict[str, Any] = {
     "data": {"train": ["data/train.jsonl"], "format": "completion", "seq_len": 32},
 }
 """Labels on the answers only, which differ in length."""
+PREFERENCE: dict[str, Any] = {
+    "objective": "dpo",
+    "dpo": {"beta": 0.5},
+    "data": {"train": ["data/pairs.jsonl"], "format": "preference", "seq_len": 32},
+}
+"""Pairs of answers, one or two of them in a row."""
 
 
 def events_of(run_dir: Path, run: RunConfig, wish: StopWish | None = None) -> list[Event]:

@@ -44,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         **runs.COMPLETION,
     },
+    "pairs": {"model": SHAPE, **runs.PREFERENCE},
 }  # fmt: skip
 
 TRAINING = {"eps": 1e-5}
@@ -83,6 +84,7 @@ def a_run(run_dir: Path, run: RunConfig, *, early: int = 1) -> Told:
     tokenizer, prepared = ready_data(run, run_dir, mesh, Reporter(lambda event: None, mesh.stopwatch.whereabouts))
     decoder = ready_model(run, run_dir, mesh, tokenizer)
     work = Work(run, run_dir, mesh, emit, StopWish(), tokenizer, prepared, decoder)
+    work.refer(Reporter(lambda event: None, mesh.stopwatch.whereabouts))
     if run.resume is not None:
         work.resume()
         earlier.extend(held(work.optimizer))
@@ -213,6 +215,9 @@ TELLING = [
     Layout("packed answers", {"tensor": 2, "pipeline": 2, "virtual": 2, "context": 2}, "full", micro_batch=2),
     Layout("packed answers", {"data": 2, "shard_gradients": True}, "selective", micro_batch=2),
     Layout("untied", {"tensor": 2, "sequence": True, "data": 2, "shard_weights": True}, "full"),
+    Layout("pairs", {"tensor": 2, "sequence": True}, "selective", micro_batch=2),
+    Layout("pairs", {"pipeline": 2, "data": 2}),
+    Layout("pairs", {"context": 2, "tensor": 2}, micro_batch=2),
 ]
 """Each axis, and the products that have met trouble elsewhere."""
 
