@@ -125,6 +125,16 @@ class ProgressOut(Out):
     """Hardware FLOPs utilisation in 0..1: what is computed again in the backward pass counts too."""
     loss: float | None = None
     """Mean over the last step's label tokens, in nats."""
+    validation_loss: float | None = None
+    """Of the last validation."""
+    best_validation_loss: float | None = None
+    """The lowest so far."""
+    best_step: int | None = None
+    """The step that had it."""
+    stopped_early: bool | None = None
+    """Once finished: the validation loss had rested for as long as `training.early_stopping` has patience."""
+    exported_step: int | None = None
+    """Once finished: the step whose weights are the result."""
 
 
 class QueueOut(Out):

@@ -65,17 +65,28 @@ def _list(
     return checkpoint
 
 
-def prune(services: Services, job_id: str, *, keep: int) -> None:
-    """Forget all but the newest `keep`."""
+def prune(services: Services, job_id: str, *, keep: int, spare: int | None = None) -> None:
+    """Forget all but the newest `keep` and that of step `spare`."""
     with services.db.session() as session:
         for old in _newest_first(session, job_id)[keep:]:
-            session.delete(old)
-            _forget_later(session, services.storage, old.storage_prefix)
+            if old.step != spare:
+                session.delete(old)
+                _forget_later(session, services.storage, old.storage_prefix)
 
 
 def latest(session: Session, job_id: str) -> Checkpoint | None:
     """Where the next attempt starts; None: at the beginning."""
     return next(iter(_newest_first(session, job_id)), None)
+
+
+def best(session: Session, newest: Checkpoint) -> Checkpoint | None:
+    """The one that a job keeps besides, as `newest` knows; None: there is none, or it is `newest`."""
+    step = newest.metrics.get("best_step")
+    if step is None or step == newest.step:
+        return None
+    return session.scalars(
+        select(Checkpoint).where(Checkpoint.job_id == newest.job_id, Checkpoint.step == step)
+    ).one_or_none()
 
 
 def page(session: Session, job: Job, *, after: str | None = None, limit: int = 10) -> Page[Checkpoint]:

@@ -16,6 +16,7 @@ from engine.events import (
     Evaluated,
     Event,
     Failed,
+    Finished,
     Log,
     Started,
     Step,
@@ -56,9 +57,13 @@ def append(session: Session, job: Job, event: Event) -> None:
             if session.get(Metric, (job.id, "validation_loss", event.step)):
                 return
             _metrics(session, job, event.step, {name: getattr(event, of) for name, of in EVALUATION_METRICS.items()})
-            job.progress = job.progress | {"validation_loss": event.loss}
+            best = {"best_step": event.step, "best_validation_loss": event.loss} if event.is_best else {}
+            job.progress = job.progress | {"validation_loss": event.loss} | best
         case CheckpointSaved():
             return
+        case Finished():
+            told = {"stopped_early": event.stopped_early, "exported_step": event.exported_step, "eta_seconds": 0.0}
+            job.progress = job.progress | told
         case _:
             pass
     add(
@@ -147,7 +152,14 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "evaluated": lambda event: f"step {event.step}: validation loss {event.loss:.4f}",
     "log": lambda event: event.message,
     "progress": lambda event: f"{event.phase}: {event.done:,} of {event.total:,} {event.unit}",
-    "finished": lambda event: f"finished after {event.step} steps and {event.tokens:,} tokens",
+    "finished": lambda event: (
+        f"{'stopped early' if event.stopped_early else 'finished'} after {event.step} steps and {event.tokens:,} tokens"
+        + (
+            ""
+            if event.exported_step in (None, event.step)
+            else f"; the weights are those of step {event.exported_step}"
+        )
+    ),
     "stopped": lambda event: f"stopped after step {event.step}",
     "failed": lambda event: event.message,
 }

@@ -22,6 +22,7 @@ from engine.config import (
     SHARDED,
     Data,
     Dpo,
+    EarlyStopping,
     Export,
     Lora,
     ModelShape,
@@ -154,7 +155,10 @@ def resolve(
             parallel=parallel,
             recompute=recompute,
             export=Export(
-                dtype=spec.artifacts.dtype, merged=spec.artifacts.merged, base_name=base.name if base else None
+                dtype=spec.artifacts.dtype,
+                merged=spec.artifacts.merged,
+                checkpoint=spec.artifacts.checkpoint,
+                base_name=base.name if base else None,
             ),
             device=cluster.device,
             peak_flops_per_rank=cluster.slot_peak_flops if precision == "bf16" else None,
@@ -555,6 +559,17 @@ def _training(
     precision: Literal["bf16", "fp32"],
 ) -> Training:
     ask = spec.training
+    keep_best = ask.keep_best or spec.artifacts.checkpoint == "best"
+    for param, asked in (
+        ("artifacts.checkpoint", spec.artifacts.checkpoint == "best"),
+        ("training.keep_best", ask.keep_best),
+        ("training.early_stopping", ask.early_stopping is not None),
+    ):
+        if asked and spec.data.validation is None:
+            _refuse(param, "it goes by the validation loss; set data.validation to a file or a share, such as 0.05")
+    checkpoint_every = ask.checkpoint_every or max(
+        1, min(MOST_STEPS_BETWEEN_CHECKPOINTS, steps // CHECKPOINTS_IN_A_RUN)
+    )
     return Training(
         **length,
         global_batch=global_batch,
@@ -568,10 +583,11 @@ def _training(
         clip=ask.clip,
         precision=precision,
         seed=ask.seed,
-        eval_every=ask.eval_every,
-        checkpoint_every=ask.checkpoint_every
-        or max(1, min(MOST_STEPS_BETWEEN_CHECKPOINTS, steps // CHECKPOINTS_IN_A_RUN)),
+        eval_every=ask.eval_every or (checkpoint_every if keep_best or ask.early_stopping else None),
+        checkpoint_every=checkpoint_every,
         keep_checkpoints=ask.keep_checkpoints,
+        keep_best=keep_best,
+        early_stopping=EarlyStopping(**ask.early_stopping.model_dump()) if ask.early_stopping else None,
         non_finite=ask.non_finite,
         max_recoveries=ask.max_recoveries,
     )

@@ -187,6 +187,15 @@ class DpoMethod(Ask):
     """The adapters that are trained; null trains every weight."""
 
 
+class EarlyStoppingAsk(Ask):
+    """End a job whose validation loss has not become lower for so long."""
+
+    patience: Whole = Field(ge=1)
+    """Validations in a row that may pass without a lower loss."""
+    min_delta: Real = Field(0.0, ge=0, le=1e6)
+    """By how much a loss must be lower to count, in nats."""
+
+
 class TrainingAsk(Ask):
     steps: Whole | None = Field(None, ge=1)
     """Optimizer steps. At most one of steps, epochs and tokens is said; default: 3 epochs, and one for DPO."""
@@ -218,11 +227,17 @@ class TrainingAsk(Ask):
     seed: Annotated[int, Strict()] = Field(1, ge=0, lt=2**63)
     """Of the initial weights, and of the order of rows."""
     eval_every: Whole | None = Field(None, ge=1)
-    """Steps between validations. Default: at the end only."""
+    """Steps between validations. Default: at the end only; where `keep_best` or `early_stopping` goes by them, as
+    often as checkpoints."""
     checkpoint_every: Whole | None = Field(None, ge=1)
     """Default: a tenth of the run, at most 500 steps."""
     keep_checkpoints: Whole = Field(3, ge=1)
     """Newest checkpoints kept."""
+    keep_best: Flag = False
+    """Save at each validation whose loss is the lowest so far, and keep that checkpoint besides the newest, until there
+    is a better one."""
+    early_stopping: EarlyStoppingAsk | None = None
+    """Default: all steps are taken."""
     non_finite: Literal["stop", "skip", "roll_back"] = "stop"
     """What follows a loss or a gradient that is not finite. stop: the job fails, naming the lines of data; skip: the
     step makes no update; roll_back: training goes back to the last checkpoint and leaves out the rows since. Of a
@@ -295,6 +310,8 @@ class ArtifactsAsk(Ask):
     """Under LoRA, also make the base with the adapter merged in."""
     dtype: Literal["keep", "bf16", "fp32"] = "keep"
     """Of the weights. keep: the base's when fine-tuning, the training precision otherwise."""
+    checkpoint: Literal["last", "best"] = "last"
+    """Which weights: after the last step, or where the validation loss was lowest; that checkpoint is then kept."""
 
 
 class JobSpec(Ask):

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine import tensorfile
+from engine.course import Course
 from engine.failure import RunFailure
 from engine.optimizer import AnyOptimizer, Piece
 from engine.pieces import Rectangle
@@ -59,6 +60,8 @@ class Facts:
     """Fingerprint of the frozen weights that adapters belong to; None where the checkpoint holds all weights."""
     scale: float | None = None
     """What the adapters are multiplied by; None where there are none, or from an engine that did not say."""
+    course: Course = field(default_factory=Course)
+    """How the validation loss has gone."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +193,16 @@ def publish(path: Path) -> None:
         shutil.rmtree(going)
 
 
-def prune(folder: Path, *, keep: int) -> None:
-    """Remove all but the `keep` checkpoints published last. What somebody else put there is none."""
+def prune(folder: Path, *, keep: int, spare: int | None = None) -> None:
+    """Remove all but the `keep` checkpoints published last and that of step `spare`.
+
+    What somebody else put there is none.
+    """
+    spared = None if spare is None else folder_of(folder, spare)
     manifests = [path for path in folder.glob(f"step-*/{MANIFEST}") if path.is_file()]
     for manifest in sorted(manifests, key=lambda path: path.stat().st_mtime_ns)[:-keep]:
-        remove(manifest.parent)
+        if manifest.parent != spared:
+            remove(manifest.parent)
 
 
 def remove(path: Path) -> None:
@@ -231,7 +239,8 @@ def load(path: Path, optimizer: AnyOptimizer, *, base: str | None, scale: float 
 
 def facts_of(index: dict[str, Any]) -> Facts:
     # What an older engine did not say has its default.
-    return Facts(**{field.name: index[field.name] for field in fields(Facts) if field.name in index})
+    known = {each.name: index[each.name] for each in fields(Facts) if each.name in index}
+    return Facts(**known | {"course": Course(**known.get("course", {}))})
 
 
 def verify(path: Path, *, share: int = 0, shares: int = 1) -> None:

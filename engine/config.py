@@ -528,6 +528,15 @@ class Data(Part):
         return held_out
 
 
+class EarlyStopping(Part):
+    """When a run ends before its last step: its validation loss has not become lower for so long."""
+
+    patience: int = Field(ge=1)
+    """Validations in a row that may pass without a lower loss."""
+    min_delta: float = Field(0.0, ge=0)
+    """By how much a loss must be lower to count, in nats."""
+
+
 class Training(Part):
     """The optimisation. Exactly one of `steps` and `epochs` is set."""
 
@@ -561,6 +570,11 @@ class Training(Part):
     """Steps between checkpoints; None saves at the end, and when stopped."""
     keep_checkpoints: int = Field(3, ge=1)
     """Newest checkpoints kept on disk."""
+    keep_best: bool = False
+    """Save at each validation whose loss is the lowest so far, and keep that checkpoint until there is a better one,
+    besides the newest."""
+    early_stopping: EarlyStopping | None = None
+    """None takes all steps."""
     non_finite: Literal["stop", "skip", "roll_back"] = "stop"
     """What follows a loss or a gradient that is not finite. stop: the run fails, naming the rows; skip: the step makes
     no update; roll_back: the run goes back to its last checkpoint, or to its start, and leaves out the rows since
@@ -598,6 +612,8 @@ class Export(Part):
     """keep: the base's dtype when fine-tuning, the training precision otherwise."""
     merged: bool = True
     """Under LoRA, also write the base with the adapter merged in."""
+    checkpoint: Literal["last", "best"] = "last"
+    """Which weights: those after the last step, or those of the lowest validation loss."""
     base_name: str | None = None
     """What the adapter calls its base, for whoever puts it on one; None: its path in the run."""
 
@@ -645,11 +661,22 @@ class RunConfig(Part):
             )
         if self.tokenizer.type == "base" and self.base is None:
             raise ValueError('tokenizer.type "base" needs a base')
+        self._check_validation()
         self.training.check(self.parallel)
         self.parallel.check_row(self.data.seq_len)
         if self.model is not None:
             self.check_shape(self.model)
         return self
+
+    def _check_validation(self) -> None:
+        """Raise ValueError where what follows a validation loss is asked for, and there is none to follow."""
+        training = self.training
+        if self.export.checkpoint == "best" and not training.keep_best:
+            raise ValueError('export.checkpoint "best" needs training.keep_best; set it to true')
+        for name, asked in (("keep_best", training.keep_best), ("early_stopping", training.early_stopping)):
+            if asked and (self.data.validation is None or training.eval_every is None):
+                lacking = "data.validation" if self.data.validation is None else "training.eval_every"
+                raise ValueError(f"training.{name} goes by the validation loss; set {lacking}, or leave it out")
 
     def check_shape(self, shape: ModelShape) -> None:
         """Raise ValueError, saying what would work, where a model of `shape` can't run this way."""

@@ -118,6 +118,8 @@ class Evaluated(EventBase):
     """Share of the label tokens that the model held likeliest, in 0..1; under dpo of the better answers'."""
     tokens: int
     """Label tokens that the accuracy is of."""
+    is_best: bool = False
+    """No validation of this run had a lower loss so far."""
     rewards_chosen: float | None = None
     """Under dpo, mean over the pairs of beta times what the better answer has gained in log-probability since before
     training; the next of the worse one."""
@@ -140,6 +142,8 @@ class CheckpointSaved(EventBase):
     """From the end of its step until it was published; training went on meanwhile."""
     blocked_seconds: float | None = None
     """Of them, those that training stood still; None from an engine that did not say."""
+    best_step: int | None = None
+    """Step of the checkpoint to keep besides the newest, which may be this one; None where none is to be kept."""
 
 
 class Log(EventBase):
@@ -162,11 +166,16 @@ class Progress(EventBase):
 
 
 class Finished(EventBase):
-    """All steps are done and `export/` is whole."""
+    """All steps are done, or the run has stopped early, and `export/` is whole."""
 
     type: Literal["finished"] = "finished"
     step: int
+    """The last one taken."""
     tokens: int
+    stopped_early: bool = False
+    """The validation loss had not become lower for so long that no more steps were taken."""
+    exported_step: int | None = None
+    """Whose weights were exported; None from an engine that did not say."""
     export: str = "export"
     """Relative to the run directory."""
 

@@ -24,11 +24,17 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float16: "f
 
 
 def export(
-    run: RunConfig, run_dir: Path, decoder: Decoder, tokenizer: Tokenizer, report: Callable[[int, int], None]
+    run: RunConfig,
+    run_dir: Path,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    report: Callable[[int, int], None],
+    *,
+    step: int,
 ) -> Path:
     """Write `export/` as a whole: it has its name when everything is in it. Every rank calls this together.
 
-    `report(done, total)` counts folders.
+    `report(done, total)` counts folders; `step` is the one whose weights these are.
     """
     mesh = decoder.mesh
     unfinished, path = run_dir / f".{FOLDER}.unfinished", run_dir / FOLDER
@@ -45,7 +51,9 @@ def export(
         report(len(parts), len(parts))
         with together(mesh):
             if mesh.world_rank == 0:
-                (unfinished / MANIFEST).write_text(json.dumps(manifest(run, run_dir, unfinished), indent=1) + "\n")
+                (unfinished / MANIFEST).write_text(
+                    json.dumps(manifest(run, run_dir, unfinished, step=step), indent=1) + "\n"
+                )
                 shutil.rmtree(path, ignore_errors=True)
                 unfinished.rename(path)
     except BaseException:
@@ -111,7 +119,7 @@ def dtype_of(run: RunConfig, run_dir: Path) -> torch.dtype:
     return DTYPES[run.training.precision]
 
 
-def manifest(run: RunConfig, run_dir: Path, folder: Path) -> dict[str, Any]:
+def manifest(run: RunConfig, run_dir: Path, folder: Path, *, step: int) -> dict[str, Any]:
     """Every file below `folder` with its hash, and what it was made from."""
     data = [path for path in (*run.data.train, run.data.validation) if isinstance(path, Path)]
     return {
@@ -121,6 +129,7 @@ def manifest(run: RunConfig, run_dir: Path, folder: Path) -> dict[str, Any]:
             if file.is_file()
         ],
         "run": run.model_dump(mode="json"),
+        "step": step,
         "code_version": code_version(),
         "torch": torch.__version__,
         "seed": run.training.seed,

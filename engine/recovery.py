@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine import checkpoint
+from engine.course import Course
 from engine.culprits import NonFinite
 from engine.makings import ready_model
 
@@ -67,6 +68,7 @@ def go_back(work: Work) -> None:
         fresh = ready_model(work.run, work.run_dir, work.mesh, work.tokenizer)
         work.optimizer.restart(dict(fresh.named_parameters()))
         work.step = work.tokens = 0
+        work.course = Course()
     else:
         facts = checkpoint.load(work.newest, work.optimizer, base=work.base, scale=work.scale)
-        work.step, work.tokens = facts.step, facts.tokens
+        work.step, work.tokens, work.course = facts.step, facts.tokens, facts.course

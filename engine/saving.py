@@ -95,11 +95,12 @@ class Saver:
         optimizer: AnyOptimizer,
         *,
         keep: int,
+        keep_best: bool = False,
         beside: Callable[[Path], None] = lambda path: None,
         saved: Callable[[Saved], None] = lambda saved: None,
     ) -> None:
         self.folder, self.optimizer, self.mesh = folder, optimizer, optimizer.mesh
-        self.keep, self.beside, self.saved = keep, beside, saved
+        self.keep, self.keep_best, self.beside, self.saved = keep, keep_best, beside, saved
         self.under_way: Saving | None = None
 
     def begin(self, facts: Facts) -> None:
@@ -179,7 +180,8 @@ class Saver:
                 self.beside(unfinished)
                 checkpoint.finish(unfinished, saving.snapshot.about)
                 checkpoint.publish(saving.path)
-            checkpoint.prune(self.folder, keep=self.keep)
+            best = saving.snapshot.facts.course.best_step if self.keep_best else None
+            checkpoint.prune(self.folder, keep=self.keep, spare=best)
             saving.published = time.perf_counter()
 
         saving.publishing = in_thread(publish, "checkpoint-publisher")

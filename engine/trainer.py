@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from math import isfinite, prod
 from pathlib import Path
 
@@ -20,7 +21,8 @@ import torch.distributed as dist
 from engine import checkpoint, reference
 from engine.batch import Batch
 from engine.checkpoint import Facts
-from engine.config import RunConfig
+from engine.config import EarlyStopping, RunConfig
+from engine.course import Course
 from engine.culprits import NonFinite, in_step, in_validation
 from engine.data.loader import Loader
 from engine.data.prepare import Prepared
@@ -76,9 +78,11 @@ def train(run: RunConfig, run_dir: Path, emit: Emit, wish: StopWish, whereabouts
         emit(Stopped(step=work.step))
     else:
         wish.heed()
-        export(run, run_dir, decoder, tokenizer, lambda done, total: report("export", done, total, "folders"))
+        step = work.choose()
+        counted = partial(report, "export", unit="folders")
+        export(run, run_dir, decoder, tokenizer, counted, step=step)
         wish.note()
-        emit(Finished(step=work.step, tokens=work.tokens))
+        emit(Finished(step=work.step, tokens=work.tokens, stopped_early=work.is_at_rest, exported_step=step))
     mesh.close()
 
 
@@ -123,6 +127,8 @@ class Work:
         """Steps done."""
         self.tokens = 0
         """Trained on so far, padding left out."""
+        self.course = Course()
+        """How the validation loss has gone."""
         self.recoveries = 0
         """Steps skipped or gone back from, since they were not finite."""
         self.newest: Path | None = None
@@ -132,6 +138,7 @@ class Work:
             run_dir / CHECKPOINTS,
             self.optimizer,
             keep=training.keep_checkpoints,
+            keep_best=training.keep_best,
             beside=self.keep_beside,
             saved=self.tell_saved,
         )
@@ -143,6 +150,12 @@ class Work:
     def total_steps(self) -> int:
         """Those before the checkpoint that the run goes on from included."""
         return self.run.training.steps or self.loader.steps(self.run.training.epochs or 0)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """The validation loss has not become lower for as long as the run has patience."""
+        early = self.run.training.early_stopping
+        return early is not None and self.course.waited >= early.patience
 
     def refer(self, report: Reporter) -> None:
         """Under dpo, find how likely each answer is before anything is trained, which it is compared with."""
@@ -157,6 +170,7 @@ class Work:
         self.newest = self.run_dir / self.run.resume
         facts = checkpoint.load(self.newest, self.optimizer, base=self.base, scale=self.scale)
         self.step, self.tokens, self.wish.safe_step = facts.step, facts.tokens, facts.step
+        self.course = facts.course
         self.loader.go_on(step=facts.step, rows=facts.rows)
         if facts.seed != self.run.training.seed:
             self.warn(
@@ -192,10 +206,13 @@ class Work:
         )
 
     def all_steps(self) -> bool:
-        """Take the steps that are left, validate and save in between; False where told to stop before the last."""
+        """Take the steps that are left, or those until the loss rests, validate and save in between.
+
+        False where told to stop before.
+        """
         training = self.run.training
         self.stopwatch.lap()
-        while self.step < self.total_steps:
+        while self.step < self.total_steps and not self.is_at_rest:
             self.stopwatch.whereabouts.go_on("step", step=self.step + 1)
             with self.stopwatch.span("data"):
                 batches = self.loader.step(self.step)
@@ -212,7 +229,8 @@ class Work:
                     continue
             if is_due(self.step, training.eval_every, self.total_steps) and not self.validate():
                 continue
-            if is_due(self.step, training.checkpoint_every, self.total_steps):
+            is_best = training.keep_best and self.course.best_step == self.step
+            if is_best or self.is_at_rest or is_due(self.step, training.checkpoint_every, self.total_steps):
                 self.save()
             elif is_due(self.step, training.check_replicas_every, self.total_steps):
                 self.replicas.check()
@@ -305,7 +323,12 @@ class Work:
         self.decoder.train()
         if trouble is not None:
             raise trouble
-        self.emit(Evaluated(step=self.step, **told, tokens=int(sums[SUMS.index("labels")])))
+        early = self.run.training.early_stopping
+        self.course = self.course.after(self.step, loss, min_delta=early.min_delta if early else 0.0)
+        is_best = self.course.best_step == self.step
+        self.emit(Evaluated(step=self.step, **told, tokens=int(sums[SUMS.index("labels")]), is_best=is_best))
+        if early is not None and self.is_at_rest:
+            self.emit(Log(message=f"stopping early after step {self.step}: {at_rest(self.course, early)}"))
 
     def save(self) -> None:
         """Begin to save this step, unless the run already has a checkpoint of it, or will in a moment."""
@@ -321,6 +344,7 @@ class Work:
                     self.run.training.seed,
                     self.base,
                     self.scale,
+                    self.course,
                 )
             )
 
@@ -345,8 +369,23 @@ class Work:
                 bytes=checkpoint.size_of(saved.path),
                 seconds=saved.seconds,
                 blocked_seconds=saved.blocked_seconds,
+                best_step=saved.facts.course.best_step if self.run.training.keep_best else None,
             )
         )
+
+    def choose(self) -> int:
+        """Take the weights to export, those of the best step where the run asks for them; the step they are of."""
+        best = self.course.best_step
+        if self.run.export.checkpoint == "last" or best in (None, self.step):
+            return self.step
+        # Where this attempt saved it, or where an earlier one's were brought to.
+        folders = [self.run_dir / CHECKPOINTS]
+        folders += [] if self.run.resume is None else [(self.run_dir / self.run.resume).parent]
+        found = next((path for folder in folders if (path := checkpoint.folder_of(folder, best)).is_dir()), None)
+        if found is None:
+            self.warn(f"the checkpoint of the best step, {best}, is not there; the last step's weights are exported")
+            return self.step
+        return checkpoint.load(found, self.optimizer, base=self.base, scale=self.scale).step
 
     def _loader(self, rows: Rows) -> Loader:
         return Loader(
@@ -375,6 +414,15 @@ class Work:
 def is_due(step: int, every: int | None, total_steps: int) -> bool:
     """Whether what happens every so many steps, and after the last, happens after `step`."""
     return step == total_steps or (every is not None and step % every == 0)
+
+
+def at_rest(course: Course, early: EarlyStopping) -> str:
+    """Why no more steps are taken, in words."""
+    by = f" by more than {early.min_delta:g}" if early.min_delta else ""
+    return (
+        f"the last {course.waited} validation losses were not lower{by} than {course.mark:.4f}; the lowest was "
+        f"{course.best_loss:.4f}, after step {course.best_step} (training.early_stopping)"
+    )
 
 
 def count(shapes: Mapping[str, Sequence[int]]) -> int:

@@ -214,12 +214,15 @@ class Attempt:
         """What a recorded event means for us. A checkpoint is published after the steps before it are in the table."""
         match event:
             case Step():
-                self.add_metrics(event.step, {"loss": event.loss, "tokens": event.tokens})
+                numbers = {"loss": event.loss, "token_accuracy": event.token_accuracy, "tokens": event.tokens}
+                self.add_metrics(event.step, {name: number for name, number in numbers.items() if number is not None})
             case Evaluated():
                 numbers = {"validation_loss": event.loss, "validation_token_accuracy": event.token_accuracy}
                 self.add_metrics(event.step, numbers)
             case CheckpointSaved():
-                self.publisher.add(event.step, self.run_dir / event.path, self.metrics.get(event.step, {}))
+                known = {} if event.best_step is None else {"best_step": event.best_step}
+                metrics = self.metrics.get(event.step, {}) | known
+                self.publisher.add(event.step, self.run_dir / event.path, metrics, best_step=event.best_step)
         if isinstance(event, LAST):
             self.last = event
 
@@ -237,7 +240,8 @@ class Attempt:
         checkpoints.publish(
             self.services, self.job.id, fence=self.fence, step=saved.step, folder=saved.folder, metrics=saved.metrics
         )
-        checkpoints.prune(self.services, self.job.id, keep=self.config.training.keep_checkpoints)
+        keep = self.config.training.keep_checkpoints
+        checkpoints.prune(self.services, self.job.id, keep=keep, spare=saved.best_step)
         # Readers on another host see a running attempt's logs as far as these.
         if monotonic() >= self.keep_logs_at:
             joblogs.keep(self.services.storage, self.job.id, self.fence, self.run_dir / "logs")

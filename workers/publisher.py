@@ -24,6 +24,8 @@ class Saved:
     step: int
     folder: Path
     metrics: Mapping[str, Any]
+    best_step: int | None = None
+    """Step of the one to keep besides the newest, as of this one."""
 
 
 class Publisher:
@@ -48,8 +50,11 @@ class Publisher:
         self._thread = Thread(target=copy_context().run, args=(self._work,), name="publisher", daemon=True)
         self._thread.start()
 
-    def add(self, step: int, folder: Path, metrics: Mapping[str, Any]) -> None:
-        """Queue the checkpoint in `folder`. Where uploads fall behind, the oldest that wait are left out."""
+    def add(self, step: int, folder: Path, metrics: Mapping[str, Any], *, best_step: int | None = None) -> None:
+        """Queue the checkpoint in `folder`. Where uploads fall behind, the oldest that wait are left out.
+
+        That of `best_step` is not.
+        """
         # The engine keeps its newest few only; a second name for each file keeps the bytes until they are uploaded.
         linked = self._outbox / folder.name
         try:
@@ -60,9 +65,10 @@ class Publisher:
             log.warning("checkpoint not taken for its upload", step=step, error=str(error))
             return
         with self._changed:
-            self._waiting.append(Saved(step, linked, metrics))
-            while len(self._waiting) > self._keep:
-                left_out = self._waiting.popleft()
+            self._waiting.append(Saved(step, linked, metrics, best_step))
+            rest = [saved for saved in self._waiting if saved.step != best_step]
+            for left_out in rest[: max(0, len(rest) - self._keep)]:
+                self._waiting.remove(left_out)
                 shutil.rmtree(left_out.folder)
                 log.warning("checkpoint left out", step=left_out.step, reason="uploads are slower than the training")
             self._changed.notify_all()

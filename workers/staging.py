@@ -36,6 +36,7 @@ def stage(services: Services, job: Job, run_dir: Path) -> RunConfig:
         uploads = [(path, _file(session, id_)) for path, id_ in _uploads(run, JobSpec.model_validate(job.spec))]
         base = _model(session, job) if run.base is not None else None
         checkpoint = checkpoints.latest(session, job.id)
+        best = checkpoints.best(session, checkpoint) if checkpoint is not None else None
     run_dir.mkdir(parents=True)
     for path, file in uploads:
         _fetch(services.storage, file, run_dir / path)
@@ -43,6 +44,9 @@ def stage(services: Services, job: Job, run_dir: Path) -> RunConfig:
         stage_model(services, base.source, run_dir / run.base)
     if checkpoint is not None:
         run = run.model_copy(update={"resume": _resume(services.storage, checkpoint, run_dir)})
+    if best is not None:
+        # Beside the one to go on from, where the engine looks for it when all is done.
+        _resume(services.storage, best, run_dir)
     _write(run_dir / "run.json", run.model_dump_json(indent=2))
     log.info("attempt staged", files=len(uploads), base=job.base_model, resumes_from=checkpoint and checkpoint.step)
     return run

@@ -103,6 +103,21 @@ def test_progress_tells_how_far_how_fast_and_how_long_yet(session: Session) -> N
     assert (progress["step"], progress["total_steps"], progress["loss"]) == (2, 10, 1.5)
 
 
+def test_progress_tells_the_best_validation_and_whose_weights_the_result_is(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    first, second = (
+        Evaluated(seq=2 * step, time=1.0, step=step, loss=loss, token_accuracy=0.5, tokens=9, is_best=is_best)
+        for step, loss, is_best in ((1, 2.0, True), (2, 3.0, False))
+    )
+    last = Finished(seq=5, step=2, tokens=256, stopped_early=True, exported_step=1)
+    jobs.record(session, job.id, fence=1, events=[make.step(1), first, make.step(3, step=2), second, last])
+    progress = jobs.find(session, job.id).progress
+    assert (progress["best_step"], progress["best_validation_loss"], progress["validation_loss"]) == (1, 2.0, 3.0)
+    assert (progress["stopped_early"], progress["exported_step"], progress["eta_seconds"]) == (True, 1, 0.0)
+    (told,) = [event.message for event in events.since(session, job.id, 0) if event.type == "finished"]
+    assert told == "stopped early after 2 steps and 256 tokens; the weights are those of step 1"
+
+
 def test_a_batch_that_is_delivered_twice_is_recorded_once(session: Session) -> None:
     job = make.job(session, state=S.RUNNING)
     batch: list[Event] = [make.step(1), Log(seq=2, message="hello"), make.step(3, step=2)]

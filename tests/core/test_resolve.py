@@ -81,6 +81,22 @@ def test_pairs_of_answers_are_compared_by_adapters_unless_said_otherwise() -> No
     assert (run.lora, run.training.lr) == (None, 1e-6)
 
 
+def test_what_goes_by_the_validation_loss_has_validations_as_often_as_checkpoints() -> None:
+    held_out = FINETUNE | {"data": {"train": ["file-chat"], "validation": 0.1}}
+    run = resolved(
+        held_out,
+        training={"steps": 100, "early_stopping": {"patience": 2, "min_delta": 0.01}},
+        artifacts={"checkpoint": "best"},
+    ).run
+    assert (run.training.checkpoint_every, run.training.eval_every, run.training.keep_best) == (10, 10, True)
+    assert run.training.early_stopping is not None
+    assert (run.training.early_stopping.patience, run.training.early_stopping.min_delta) == (2, 0.01)
+    assert run.export.checkpoint == "best"
+    run = resolved(held_out, training={"steps": 100, "keep_best": True, "eval_every": 3}).run
+    assert (run.training.eval_every, run.training.keep_best, run.export.checkpoint) == (3, True, "last")
+    assert resolved(held_out, training={"steps": 100}).run.training.eval_every is None
+
+
 def test_the_shortest_finetune_is_a_whole_job() -> None:
     resolution = resolved(FINETUNE)
     run = resolution.run
@@ -395,6 +411,16 @@ REFUSALS: list[Any] = [
     pytest.param(
         SCRATCH, {"training": {"global_batch": 6, "micro_batch": 4}}, "training.global_batch", "use 4 or 8",
         id="batch over micro-batches",
+    ),
+    pytest.param(
+        SCRATCH, {"training": {"keep_best": True}}, "training.keep_best", "set data.validation", id="best of nothing"
+    ),
+    pytest.param(
+        SCRATCH, {"training": {"early_stopping": {"patience": 2}}}, "training.early_stopping", "set data.validation",
+        id="patience with nothing",
+    ),
+    pytest.param(
+        SCRATCH, {"artifacts": {"checkpoint": "best"}}, "artifacts.checkpoint", "set data.validation", id="best result"
     ),
     pytest.param(SCRATCH, {"data": {"train": ["file-chat"]}}, "data.train", 'kind "finetune"', id="chat"),
     pytest.param(SCRATCH, {"data": {"train": ["file-masked"]}}, "data.train", 'kind "finetune"', id="ids with a mask"),

@@ -161,6 +161,24 @@ def test_only_the_newest_checkpoints_are_kept(services: Services, tmp_path: Path
     assert kept == {"step-00000020", "step-00000030"}
 
 
+def test_the_best_checkpoint_outlives_newer_ones_and_the_newest_knows_it(services: Services, tmp_path: Path) -> None:
+    job = running(services)
+    for step in (10, 20, 30, 40):
+        folder, best = saved(tmp_path / str(step)), min(step, 20)
+        checkpoints.publish(services, job.id, fence=1, step=step, folder=folder, metrics={"best_step": best})
+        checkpoints.prune(services, job.id, keep=1, spare=best)
+    with services.db.reading() as session:
+        newest = checkpoints.latest(session, job.id)
+        assert newest is not None
+        best_ = checkpoints.best(session, newest)
+        assert best_ is not None
+        assert (newest.step, best_.step) == (40, 20)
+        assert checkpoints.best(session, best_) is None, "it is the newest of its time"
+        assert sorted(found.step for found in checkpoints.page(session, job).data) == [20, 40]
+    kept = {stored.key.split("/")[4] for stored in services.storage.list(f"jobs/{job.id}")}
+    assert kept == {"step-00000020", "step-00000040"}
+
+
 # Artifacts
 
 

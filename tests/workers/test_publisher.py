@@ -93,6 +93,20 @@ def test_where_uploads_fall_behind_the_oldest_that_wait_are_left_out(
     assert [step for step, _ in storage.got] == [1, 3, 4]
 
 
+def test_where_uploads_fall_behind_the_best_is_not_left_out(
+    tmp_path: Path, storage: Storage, publisher: Publisher
+) -> None:
+    storage.open.clear()
+    publisher.add(1, saved(tmp_path, 1), {}, best_step=1)
+    assert storage.begun.wait(DEADLINE_SECONDS)
+    for step in (2, 3, 4, 5):
+        publisher.add(step, saved(tmp_path, step), {}, best_step=2)
+    storage.open.set()
+    publisher.flush()
+
+    assert [step for step, _ in storage.got] == [1, 2, 4, 5]
+
+
 def test_one_that_fails_is_told_and_does_not_stop_the_next(
     tmp_path: Path, storage: Storage, publisher: Publisher
 ) -> None:

@@ -265,7 +265,7 @@ def signals():
 )
 def test_sigterm_outside_the_steps_ends_the_run_at_once(tmp_path, monkeypatch, signals, module, where):
     runs.write(tmp_path, runs.config(training={"steps": 2}))
-    monkeypatch.setattr(module, where, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(module, where, lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     assert rank.main(tmp_path / "run.json") == 0
     step = 2 if where == "export" else 0
     assert (last_event(tmp_path / "events.jsonl").type, last_event(tmp_path / "events.jsonl").step) == ("stopped", step)
