@@ -103,6 +103,15 @@ def first_step_after(client: Client, job: str, after: int) -> tuple[int, str]:
     raise AssertionError("it ended without a step")
 
 
+def working_in(folder: Path) -> list[psutil.Process]:
+    """The ranks that train there."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(folder) in " ".join(process.info["cmdline"] or []) and "train" in process.info["cmdline"]
+    ]
+
+
 @pytest.fixture
 def data_dir(tmp_path) -> Iterator[Path]:
     folder = tmp_path / "data"
@@ -110,7 +119,7 @@ def data_dir(tmp_path) -> Iterator[Path]:
     assert left(folder) == []
 
 
-def test_ctrl_c_saves_a_running_job_and_the_next_serve_goes_on_with_it(data_dir):
+def test_ctrl_c_saves_a_running_job_the_next_serve_goes_on_with_it_and_a_second_ctrl_c_waits_for_nothing(data_dir):
     with serving(data_dir, "--port", "0") as first:
         url = first.until(r"at (http://127\.0\.0\.1:\d+) ").group(1)
         key = first.until(r"(ts_\S{20,})").group(1)
@@ -136,9 +145,13 @@ def test_ctrl_c_saves_a_running_job_and_the_next_serve_goes_on_with_it(data_dir)
             assert following == step + 1
             states = [event["data"]["state"] for event in client.events(job["id"], type="state")]
             assert "queued" in states[3:]
-            client.cancel(job["id"])
-            assert client.wait(job["id"])["state"] == "cancelled"
+        for rank in working_in(data_dir / "runs" / job["id"]):
+            # So that there is something to wait for, for as long as it may take.
+            rank.suspend()
+        again.process.send_signal(signal.SIGINT)
+        again.until("once more ends them at once")
         assert again.stop() == 0
+        wait_for(lambda: left(data_dir) == [])
 
 
 def test_a_part_that_dies_is_started_again_and_a_serve_that_is_killed_takes_all_with_it(data_dir):
@@ -169,33 +182,6 @@ def test_a_port_that_is_taken_is_said_in_words(data_dir):
         with serving(data_dir, "--port", str(taken.getsockname()[1])) as service:
             service.until("choose another --port")
             assert service.process.wait(STOP_SECONDS) == 2
-
-
-def test_a_second_ctrl_c_waits_for_nothing_to_be_saved_and_leaves_nobody(data_dir):
-    with serving(data_dir, "--port", "0") as service:
-        url = service.until(r"at (http://127\.0\.0\.1:\d+) ").group(1)
-        key = service.until(r"(ts_\S{20,})").group(1)
-        service.until("Ready")
-        with Client(url, key) as client:
-            file = driving.upload(client.http)["id"]
-            job = client.submit(driving.spec(file, training={"steps": 100_000, "global_batch": 1, "precision": "fp32"}))
-            first_step_after(client, job["id"], 0)
-        for rank in working_in(data_dir / "runs" / job["id"]):
-            # So that there is something to wait for, for as long as it may take.
-            rank.suspend()
-        service.process.send_signal(signal.SIGINT)
-        service.until("once more ends them at once")
-        assert service.stop() == 0
-        wait_for(lambda: left(data_dir) == [])
-
-
-def working_in(folder: Path) -> list[psutil.Process]:
-    """The ranks that train there."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if str(folder) in " ".join(process.info["cmdline"] or []) and "train" in process.info["cmdline"]
-    ]
 
 
 @pytest.mark.parametrize("command", ["serve", "migrate"])
