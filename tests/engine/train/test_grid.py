@@ -1,8 +1,8 @@
 """Parity is the law: any product of the axes trains the model that one process trains, on the same rows, in fp32.
 
-Each case is a whole run of ten steps by the trainer's own parts. What is compared: every step's loss and gradient norm,
-every parameter's first moment after the first step, which is its gradient but for a factor, all weights and both
-moments after the last, and which rows each step took.
+Each case is a whole run of ten steps by the trainer's own parts, which saves half-way. What is compared: every step's
+loss and gradient norm, every parameter's first moment after the first step, which is its gradient but for a factor, all
+weights and both moments after the last, and which rows each step took.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "pairs": {"model": SHAPE, **runs.PREFERENCE},
 }  # fmt: skip
 
-TRAINING = {"eps": 1e-5}
+STEPS, HALF = 10, 5
+"""Of a run; and after which of them it saves what others go on from."""
+TRAINING = {"eps": 1e-5, "steps": STEPS}
 """Adam divides what is left of a gradient that all but cancels by itself, which makes 2 lr of its last digit.
 
 This is less than a tenth of the median gradient here. With a tenth of it, one weight of 512 in a matrix differed by
@@ -61,25 +63,24 @@ class Told:
 
     losses: list[float]
     norms: list[float]
-    early: list[tuple[str, str, Any, Tensor]]
-    """Parameter, state, box and values of what this rank held early, and below after the last step."""
-    last: list[tuple[str, str, Any, Tensor]]
+    held: dict[int, list[tuple[str, str, Any, Tensor]]]
+    """Parameter, state, box and values of what this rank held after some steps."""
     shapes: dict[str, tuple[int, ...]]
     rows: list[list[tuple[int, bytes]]]
     """Of each step: place in the global batch, and its tokens."""
 
 
-def a_run(run_dir: Path, run: RunConfig, *, early: int = 1) -> Told:
-    """All steps of `run` on this rank. What it held early is after that step, or what it went on from."""
+def a_run(run_dir: Path, run: RunConfig) -> Told:
+    """All steps of `run` on this rank. Looks at what it holds after the first, half and the last, or goes on from."""
     mesh = build(run.parallel, timeout=PATIENCE)
     steps: list[Any] = []
-    earlier: list[Any] = []
+    held: dict[int, Any] = {}
 
     def emit(event: Any) -> None:
         if event.type == "step":
             steps.append(event)
-            if event.step == early:
-                earlier.extend(held(work.optimizer))
+            if event.step in (1, HALF):
+                held[event.step] = states(work.optimizer)
 
     tokenizer, prepared = ready_data(run, run_dir, mesh, Reporter(lambda event: None, mesh.stopwatch.whereabouts))
     decoder = ready_model(run, run_dir, mesh, tokenizer)
@@ -87,7 +88,7 @@ def a_run(run_dir: Path, run: RunConfig, *, early: int = 1) -> Told:
     work.refer(Reporter(lambda event: None, mesh.stopwatch.whereabouts))
     if run.resume is not None:
         work.resume()
-        earlier.extend(held(work.optimizer))
+        held[work.step] = states(work.optimizer)
     begun = work.step
     assert work.all_steps()
     rows = [
@@ -102,8 +103,7 @@ def a_run(run_dir: Path, run: RunConfig, *, early: int = 1) -> Told:
     told = Told(
         [step.loss for step in steps],
         [step.grad_norm for step in steps],
-        earlier,
-        held(work.optimizer),
+        held | {work.step: states(work.optimizer)},
         {slot.name: slot.placement.shape for slot in work.optimizer.slots},
         rows,
     )
@@ -111,7 +111,7 @@ def a_run(run_dir: Path, run: RunConfig, *, early: int = 1) -> Told:
     return told
 
 
-def held(optimizer: AnyOptimizer) -> list[tuple[str, str, Any, Tensor]]:
+def states(optimizer: AnyOptimizer) -> list[tuple[str, str, Any, Tensor]]:
     return [
         (piece.parameter, key, piece.box, tensor.clone())
         for piece in optimizer.pieces()
@@ -119,15 +119,15 @@ def held(optimizer: AnyOptimizer) -> list[tuple[str, str, Any, Tensor]]:
     ]
 
 
-def assembled(ranks: list[Told], which: str) -> dict[tuple[str, str], Tensor]:
-    """Global states from all ranks' boxes, which must be bitwise equal where several hold the same."""
+def assembled(ranks: list[Told], step: int) -> dict[tuple[str, str], Tensor]:
+    """Global states after a step from all ranks' boxes, which must be bitwise equal where several hold the same."""
     shapes = {name: shape for told in ranks for name, shape in told.shapes.items()}
     whole = {
         (name, key): torch.full(shape, torch.nan)
         for name, shape in shapes.items()
         for key in ("weight", "average", "square")
     }
-    for name, key, box, tensor in (entry for told in ranks for entry in getattr(told, which)):
+    for name, key, box, tensor in (entry for told in ranks for entry in told.held[step]):
         where = tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))
         there = whole[name, key][where]
         known = ~there.isnan()
@@ -156,22 +156,6 @@ def scale_of(name: str) -> str:
     return name.replace("k_proj.bias", "k_proj.weight")
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The run of one process for each model, made when first asked for."""
-    made: dict[str, tuple[Path, Told]] = {}
-
-    def of(model: str) -> tuple[Path, Told]:
-        if model not in made:
-            folder = tmp_path_factory.mktemp("alone")
-            run = runs.config(**MODELS[model], training=TRAINING)
-            runs.write(folder, run)
-            made[model] = folder, a_run(folder, run)
-        return made[model]
-
-    return of
-
-
 @dataclass(frozen=True)
 class Layout:
     """A way to run, to be compared with one process."""
@@ -194,19 +178,23 @@ class Layout:
             **MODELS[self.model],
             parallel=self.parallel,
             recompute={"mode": self.recompute},
-            training=TRAINING | {"micro_batch": self.micro_batch},
+            training=TRAINING | {"micro_batch": self.micro_batch, "checkpoint_every": HALF},
         )
+
+    def alone(self) -> Layout:
+        """One process that trains the same."""
+        return Layout(self.model, {})
 
 
 TELLING = [
     Layout("untied", {"tensor": 2, "sequence": True}, "selective"),
-    Layout("packed answers", {"data": 2}, micro_batch=2),
-    Layout("text", {"tensor": 4, "sequence": True}, "full"),
-    Layout("a real vocabulary", {"tensor": 4}, "selective"),
+    Layout("packed answers", {"data": 2, "shard_optimizer": False}, micro_batch=2),
+    Layout("text", {"tensor": 4, "sequence": True}, "full", micro_batch=2),
+    Layout("a real vocabulary", {"tensor": 4}, "selective", micro_batch=2),
     Layout("packed answers", {"tensor": 2, "sequence": True, "data": 2}, "selective"),
     Layout("text", {"context": 2}),
     Layout("packed answers", {"context": 2, "data": 2}, "full", micro_batch=2),
-    Layout("untied", {"context": 2, "tensor": 2, "sequence": True}, "selective"),
+    Layout("untied", {"context": 2, "tensor": 2, "sequence": True}, "selective", micro_batch=2),
     Layout("packed answers", {"pipeline": 2, "virtual": 2}, "full"),
     Layout("text", {"pipeline": 2, "tensor": 2, "sequence": True}, "selective", micro_batch=2),
     Layout("untied", {"pipeline": 2, "virtual": 2, "context": 2}),
@@ -235,19 +223,41 @@ def every_product(*, most: int) -> Iterator[Layout]:
             yield Layout(model, parallel, recompute, micro_batch)
 
 
-def compared(world: World, layout: Layout, alone: Any, folder: Path) -> None:
-    _, expected = alone(layout.model)
-    run = layout.run()
+def told_by(request: pytest.FixtureRequest, layout: Layout, folder: Path, resume: Path | None = None) -> list[Told]:
+    """What the ranks of a layout tell of its run, or of the rest of it, in that folder."""
+    run = layout.run().model_copy(update={"resume": resume})
     runs.write(folder, run)
-    told = world.run(a_run, folder, run, seconds=240)
-    early, last = assembled([expected], "early"), assembled([expected], "last")
+    if layout.ranks == 1:
+        return [a_run(folder, run)]
+    world: World = request.getfixturevalue(f"world{layout.ranks}")
+    return world.run(a_run, folder, run, seconds=240)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A layout's run: what its ranks told, and the checkpoint of half of it; made when first asked for."""
+    made: dict[str, tuple[list[Told], Path]] = {}
+
+    def of(request: pytest.FixtureRequest, layout: Layout) -> tuple[list[Told], Path]:
+        if str(layout) not in made:
+            folder = tmp_path_factory.mktemp("trained")
+            checkpoint = folder / "checkpoints" / f"step-{HALF:08}"
+            made[str(layout)] = told_by(request, layout, folder), checkpoint
+        return made[str(layout)]
+
+    return of
+
+
+def compare(told: list[Told], alone: list[Told]) -> None:
+    (expected,) = alone
     for rank in told:
         assert rank.losses == pytest.approx(expected.losses, rel=2e-6)
         assert rank.norms == pytest.approx(expected.norms, rel=2e-6)
         assert (rank.losses, rank.norms) == (told[0].losses, told[0].norms)
-    assert max(distances(assembled(told, "early"), early, "average").values()) <= 2e-6
+    assert max(distances(assembled(told, 1), assembled(alone, 1), "average").values()) <= 2e-6
+    last, expected_last = assembled(told, STEPS), assembled(alone, STEPS)
     for key, most in (("weight", 2e-6), ("average", 5e-6), ("square", 1e-5)):
-        assert max(distances(assembled(told, "last"), last, key).values()) <= most, key
+        assert max(distances(last, expected_last, key).values()) <= most, key
     for step, rows in enumerate(expected.rows):
         taken = {row for rank in told for row in rank.rows[step]}
         assert sorted(taken) == sorted(rows)
@@ -255,9 +265,47 @@ def compared(world: World, layout: Layout, alone: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("layout", TELLING, ids=str)
 def test_any_product_of_axes_trains_the_model_of_one_process(
-    request: pytest.FixtureRequest, alone: Any, tmp_path: Path, layout: Layout
+    request: pytest.FixtureRequest, trained: Any, layout: Layout
 ) -> None:
-    compared(request.getfixturevalue(f"world{layout.ranks}"), layout, alone, tmp_path)
+    told, _ = trained(request, layout)
+    alone, _ = trained(request, layout.alone())
+    compare(told, alone)
+
+
+def ring(model: str, *, most: int) -> list[tuple[Layout, Layout]]:
+    """From one process through all telling layouts of a model, on at most so many ranks, and back."""
+    layouts = [Layout(model, {}), *(layout for layout in TELLING if layout.model == model and layout.ranks <= most)]
+    return list(zip(layouts, layouts[1:] + layouts[:1], strict=True))
+
+
+def goes_on(request: pytest.FixtureRequest, trained: Any, folder: Path, before: Layout, after: Layout) -> None:
+    first, checkpoint = trained(request, before)
+    second = told_by(request, after, folder, resume=checkpoint)
+    written, read = assembled(first, HALF), assembled(second, HALF)
+    assert written.keys() == read.keys()
+    assert all(torch.equal(read[key], state) for key, state in written.items())
+    assert second[0].losses == pytest.approx(first[0].losses[HALF:], rel=2e-6)
+    assert second[0].norms == pytest.approx(first[0].norms[HALF:], rel=2e-6)
+    taken, expected = (
+        [{row for rank in told for row in rank.rows[step]} for step in range(HALF - STEPS, 0)]
+        for told in (first, second)
+    )
+    assert taken == expected
+    if before == after:
+        unbroken, resumed = assembled(first, STEPS), assembled(second, STEPS)
+        assert all(torch.equal(resumed[key], state) for key, state in unbroken.items())
+
+
+STAGED = Layout("packed answers", {"pipeline": 2, "virtual": 2}, "full")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [*ring("text", most=4), *ring("packed answers", most=4), (STAGED, STAGED)], ids=str
+)
+def test_a_run_goes_on_in_another_layout_from_the_very_state_and_the_next_rows(
+    request: pytest.FixtureRequest, trained: Any, tmp_path: Path, before: Layout, after: Layout
+) -> None:
+    goes_on(request, trained, tmp_path, before, after)
 
 
 RESUMED = [
@@ -272,65 +320,12 @@ RESUMED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A checkpoint after half of a layout's run, and what its ranks held then and at the end; made when asked for."""
-    made: dict[str, tuple[Path, list[Told]]] = {}
-
-    def of(layout: Layout) -> tuple[Path, list[Told]]:
-        if str(layout) not in made:
-            folder = tmp_path_factory.mktemp("saved")
-            run = layout.run()
-            run = run.model_copy(update={"training": run.training.model_copy(update={"checkpoint_every": 5})})
-            runs.write(folder, run)
-            told = on_ranks(request, layout, folder, run, early=5)
-            made[str(layout)] = folder / "checkpoints" / "step-00000005", told
-        return made[str(layout)]
-
-    return of
-
-
-def on_ranks(request: pytest.FixtureRequest, layout: Layout, folder: Path, run: RunConfig, **more: Any) -> list[Told]:
-    if layout.ranks == 1:
-        return [a_run(folder, run, **more)]
-    world: World = request.getfixturevalue(f"world{layout.ranks}")
-    return world.run(a_run, folder, run, seconds=240, **more)
-
-
-def goes_on(request: pytest.FixtureRequest, saved: Any, folder: Path, before: Layout, after: Layout) -> None:
-    checkpoint, first = saved(before)
-    run = after.run().model_copy(update={"resume": checkpoint})
-    runs.write(folder, run)
-    second = on_ranks(request, after, folder, run)
-    written, read = assembled(first, "early"), assembled(second, "early")
-    assert written.keys() == read.keys()
-    assert all(torch.equal(read[key], state) for key, state in written.items())
-    assert second[0].losses == pytest.approx(first[0].losses[5:], rel=2e-6)
-    assert second[0].norms == pytest.approx(first[0].norms[5:], rel=2e-6)
-    taken, expected = (
-        [{row for rank in told for row in rank.rows[step]} for step in range(-5, 0)] for told in (first, second)
-    )
-    assert taken == expected
-    if before == after:
-        unbroken, resumed = assembled(first, "last"), assembled(second, "last")
-        assert all(torch.equal(resumed[key], state) for key, state in unbroken.items())
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [*zip(RESUMED, RESUMED[1:] + RESUMED[:1], strict=True), (RESUMED[2], RESUMED[2])], ids=str
-)
-def test_a_run_goes_on_in_another_layout_from_the_very_state_and_the_next_rows(
-    request: pytest.FixtureRequest, saved: Any, tmp_path: Path, before: Layout, after: Layout
-) -> None:
-    goes_on(request, saved, tmp_path, before, after)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), list(product(RESUMED, repeat=2)), ids=str)
 def test_every_layout_goes_on_from_every_other(
-    request: pytest.FixtureRequest, saved: Any, tmp_path: Path, before: Layout, after: Layout
+    request: pytest.FixtureRequest, trained: Any, tmp_path: Path, before: Layout, after: Layout
 ) -> None:
-    goes_on(request, saved, tmp_path, before, after)
+    goes_on(request, trained, tmp_path, before, after)
 
 
 def norm_of_ones(run: RunConfig) -> tuple[float, int]:
@@ -362,6 +357,7 @@ def test_a_gradient_of_ones_has_the_root_of_the_number_of_parameters_as_norm(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", list(every_product(most=8)), ids=str)
 def test_every_product_of_axes_trains_the_model_of_one_process(
-    request: pytest.FixtureRequest, alone: Any, tmp_path: Path, layout: Layout
+    request: pytest.FixtureRequest, trained: Any, tmp_path: Path, layout: Layout
 ) -> None:
-    compared(request.getfixturevalue(f"world{layout.ranks}"), layout, alone, tmp_path)
+    alone, _ = trained(request, layout.alone())
+    compare(told_by(request, layout, tmp_path), alone)

@@ -91,14 +91,27 @@ def test_a_run_that_stops_names_the_line_of_the_data(world2, tmp_path, base, lay
     assert said == f"the loss is nan at step 2; it comes from data/train.jsonl line {BAD}"
 
 
+def three_steps(policy):
+    return {"non_finite": policy, "checkpoint_every": 1, "steps": 3}
+
+
+@pytest.fixture(scope="module")
+def losses_of_one(tmp_path_factory, base):
+    """The losses of one rank by policy."""
+    folder = tmp_path_factory.mktemp("one")
+    return {
+        policy: on(None, folder / policy, base, config(training=three_steps(policy)))[0]
+        for policy in ("skip", "roll_back")
+    }
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("policy", ["skip", "roll_back"])
-def test_every_layout_goes_on_alike_without_the_rows(world2, tmp_path, base, policy, layout):
-    training = {"non_finite": policy, "checkpoint_every": 1, "steps": 3}
-    one = on(world2, tmp_path / "one", base, config(training=training))
-    losses, warned, said = on(world2, tmp_path / "run", base, config(training=training, parallel=LAYOUTS[layout]))
+def test_every_layout_goes_on_alike_without_the_rows(world2, tmp_path, base, losses_of_one, policy, layout):
+    run = config(training=three_steps(policy), parallel=LAYOUTS[layout])
+    losses, warned, said = on(world2, tmp_path / "run", base, run)
     assert said is None
-    assert losses == pytest.approx(one[0], rel=2e-6)
+    assert losses == pytest.approx(losses_of_one[policy], rel=2e-6)
     assert len(losses) == (2 if policy == "skip" else 3)
     (warning,) = (message for message in warned if "step 2" in message)
     assert f"data/train.jsonl line {BAD}: " in warning

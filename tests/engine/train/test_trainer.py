@@ -46,11 +46,20 @@ def together(world, tmp_path, name, run):
     return first
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("data", [{}, runs.COMPLETION], ids=["text", "ragged-labels"])
-def test_two_ranks_give_the_losses_of_one(world2, tmp_path, parallel, data):
-    one = alone(tmp_path, "one", runs.config(**data))
-    two = together(world2, tmp_path, "two", runs.config(**data, parallel=parallel))
+DATA = {"text": {}, "ragged-labels": runs.COMPLETION}
+
+
+@pytest.fixture(scope="module")
+def losses_of_one(tmp_path_factory):
+    """The losses of one rank on each of `DATA`."""
+    return {name: alone(tmp_path_factory.mktemp(name), "one", runs.config(**data)) for name, data in DATA.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("data", [pytest.param("text", marks=pytest.mark.slow), "ragged-labels"])
+def test_two_ranks_give_the_losses_of_one(world2, tmp_path, losses_of_one, layout, data):
+    one = losses_of_one[data]
+    two = together(world2, tmp_path, "two", runs.config(**DATA[data], parallel=LAYOUTS[layout]))
     assert len(one) == 10
     assert two == pytest.approx(one, rel=2e-6)
 
@@ -178,9 +187,12 @@ def test_steps_before_and_after_a_save_are_bitwise_those_of_an_unbroken_run(tmp_
         assert (folder / name).read_bytes() == straight.read_bytes()
 
 
-@pytest.mark.parametrize("saved", ["tensor-sequence", "data", "pipeline"])
-def test_another_layout_goes_on_from_a_checkpoint(world2, tmp_path, saved):
-    straight = alone(tmp_path, "straight", runs.config())
+# What is read is what was written, in any layout: the test of the grid looks at that.
+@pytest.mark.parametrize(
+    "saved", ["tensor-sequence", *(pytest.param(name, marks=pytest.mark.slow) for name in ("data", "pipeline"))]
+)
+def test_another_layout_goes_on_from_a_checkpoint(world2, tmp_path, losses_of_one, saved):
+    straight = losses_of_one["text"]
     (tmp_path / "begun").mkdir()
     begun = runs.config(training={"checkpoint_every": 5}, parallel=LAYOUTS[saved])
     runs.write(tmp_path / "begun", begun)
