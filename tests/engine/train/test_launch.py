@@ -258,6 +258,7 @@ def test_each_heartbeat_renews_the_lease(start):
         assert not select.select([run.fifo], [], [], 0.2)[0], "the ranks were killed"
     run.go()
     run.process.send_signal(signal.SIGTERM)
+    assert run.line(beating=True) == b"ended\n"
     assert run.gone() == 0
 
 
