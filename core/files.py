@@ -89,7 +89,8 @@ def create(
         id_ = new_id("file")
         key = f"files/{id_}"
         spool.seek(0)
-        storage.put_stream(key, _pieces(spool))
+        stored = storage.put_stream(key, _pieces(spool))
+        assert stored == size, "what was received is what is kept"
     file = File(
         id=id_,
         project_id=owner.project_id,

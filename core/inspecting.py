@@ -6,6 +6,7 @@ These are binary formats from a stranger: whatever they do to the libraries that
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import IO, Any
@@ -30,6 +31,8 @@ def holds_ids(head: bytes) -> bool:
 
 def inspect(file: IO[bytes]) -> dict[str, Any]:
     """The report of a file of ids."""
+    # The child shares the file's place with us, and our buffer relies on where it was.
+    place = os.lseek(file.fileno(), 0, os.SEEK_CUR)
     try:
         ran = subprocess.run(
             INSPECT,
@@ -41,6 +44,8 @@ def inspect(file: IO[bytes]) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as error:
         raise Unavailable(f"Reading the file took longer than {SECONDS:g} s; split it.") from error
+    finally:
+        os.lseek(file.fileno(), place, os.SEEK_SET)
     if ran.returncode:
         raise InvalidFile(
             "The file of ids can't be read, or only with more memory than there is; write smaller row groups."

@@ -209,6 +209,7 @@ def test_files_of_ids_are_judged_and_trained_on(http, content, container):
     report = http.get(f"/v1/files/{file}/report").json()
     assert (report["format"], report["container"], report["examples"], report["tokens"]) == ("tokens", container, 2, 5)
     assert (report["max_id"], report["masked"], report["errors"]) == (259, False, [])
+    assert http.get(f"/v1/files/{file}/content").content == content
     answer = http.post("/v1/jobs", json=driving.spec(file))
     assert answer.status_code == 201, answer.text
     assert answer.json()["run_config"]["data"]["format"] == "tokens"
