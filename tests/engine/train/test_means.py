@@ -79,8 +79,8 @@ def by_transformers(base: Path, of: Rows, rows: list[int]) -> tuple[float, int, 
 
 @pytest.mark.parametrize(
     ("rows", "micro_batch"),
-    [(4, 1), (4, 2), (4, 4), (3, 2), (3, 1)],
-    ids=["4 x 1", "2 x 2", "1 x 4", "2 and 1", "3 x 1, where 4 were asked for"],
+    [(4, 1), (4, 4), (3, 2)],
+    ids=["4 x 1", "1 x 4", "2 and 1, where 4 were asked for"],
 )
 def test_a_step_has_the_gradient_of_the_mean_over_all_its_labels_however_it_is_cut(
     base: Path, tmp_path: Path, rows: int, micro_batch: int
@@ -100,9 +100,11 @@ def test_a_step_has_the_gradient_of_the_mean_over_all_its_labels_however_it_is_c
         assert ((ours.gradient[name] - expected).norm() / expected.norm()).item() <= 1e-5, name
 
 
-@pytest.mark.parametrize("micro_batch", [1, 4])
-@pytest.mark.parametrize("examples", [1, 5])
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(
+    ("examples", "micro_batch", "packing"),
+    [(1, 4, False), (5, 1, False), (5, 4, True)],
+    ids=["one example", "micro-batches of one", "packed, the last micro-batch not full"],
+)
 def test_the_validation_loss_is_the_mean_over_each_label_held_out(
     base: Path, tmp_path: Path, examples: int, micro_batch: int, packing: bool
 ) -> None:
