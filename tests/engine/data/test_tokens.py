@@ -236,3 +236,30 @@ def test_text_does_not_load_what_reads_parquet() -> None:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
 
     assert ran.stdout.strip() == "set()"
+
+
+def test_memory_does_not_grow_with_a_file_of_ids(tmp_path: Path) -> None:
+    program = (
+        "import resource, sys\nfrom engine.data.tokens import inspect\n"
+        "facts = inspect(open(sys.argv[1], 'rb'))\n"
+        "print(facts.tokens, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    peaks = []
+    for groups in (4, 64):
+        path = tmp_path / f"{groups}.parquet"
+        schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
+        rows = pa.array(
+            [np.arange(number, number + 1000, dtype=np.int32) for number in range(250)], schema.field(0).type
+        )
+        with pq.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
+            for _ in range(groups):
+                writer.write_batch(pa.record_batch([rows], schema=schema))
+        ran = subprocess.run(
+            [sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60, check=True
+        )
+        tokens, peak = map(int, ran.stdout.split())
+        assert tokens == groups * 250 * 1000
+        peaks.append(peak)
+
+    # Of the 60 MB that one file has more than the other, less than a fifth, in KiB.
+    assert peaks[1] - peaks[0] < 12_000
