@@ -309,7 +309,8 @@ class ArtifactList(ListOut):
 
     data: list[ArtifactOut]
     manifest: dict[str, Any] | None
-    """What made it: run config, seed, versions, hashes of the data. Null until the job has a result."""
+    """What made it (spec, run config, seed, versions, hashes of the data) and what its self-checks found. Null until
+    the job has a result."""
 
 
 # Models

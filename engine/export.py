@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine import families, lora, weights
-from engine.checkpoint import MANIFEST, sha256_of
+from engine import families, lora, manifest, weights
 from engine.config import RunConfig
+from engine.data.prepare import Prepared
 from engine.model import DTYPES, Decoder
+from engine.selfcheck import Subject, checks_of
 from engine.together import together
 from engine.tokenizer import Tokenizer
 
@@ -28,13 +28,16 @@ def export(
     run_dir: Path,
     decoder: Decoder,
     tokenizer: Tokenizer,
-    report: Callable[[int, int], None],
+    prepared: Prepared,
     *,
+    report: Callable[[int, int], None],
+    warn: Callable[[str], None],
     step: int,
 ) -> Path:
     """Write `export/` as a whole: it has its name when everything is in it. Every rank calls this together.
 
-    `report(done, total)` counts folders; `step` is the one whose weights these are.
+    `report(done, total)` counts folders; `warn` is told of each self-check that fails;
+    `step` is the one whose weights these are.
     """
     mesh = decoder.mesh
     unfinished, path = run_dir / f".{FOLDER}.unfinished", run_dir / FOLDER
@@ -51,9 +54,12 @@ def export(
         report(len(parts), len(parts))
         with together(mesh):
             if mesh.world_rank == 0:
-                (unfinished / MANIFEST).write_text(
-                    json.dumps(manifest(run, run_dir, unfinished, step=step), indent=1) + "\n"
-                )
+                went_on = mesh.stopwatch.whereabouts.go_on
+                checks = list(checks_of(Subject(run, run_dir, unfinished, decoder.shape, prepared, went_on)))
+                for check in checks:
+                    if not check.passed:
+                        warn(f"self-check {check.name} of the export failed: {check.message}")
+                manifest.write(run, run_dir, unfinished, data=prepared.files, checks=checks, step=step)
                 shutil.rmtree(path, ignore_errors=True)
                 unfinished.rename(path)
     except BaseException:
@@ -83,7 +89,7 @@ def parts_of(
         assert run.lora is not None
         lora.save_adapter(decoder, run.lora, folder, base_name=run.export.base_name or str(run.base))
         if decoder.mesh.world_rank == 0:
-            tokenizer.save(folder)
+            describe_text(folder, run, run_dir, tokenizer)
 
     if run.lora is None:
         return {"model": model}
@@ -97,17 +103,40 @@ def describe(
     ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
     config = families.config_of(decoder.shape, **ids, dtype=NAMES[dtype])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    generation: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
-    if run.base is not None and (run_dir / run.base / "generation_config.json").is_file():
-        # It says how the base's makers sample.
-        generation = json.loads((run_dir / run.base / "generation_config.json").read_text())
+    describe_text(folder, run, run_dir, tokenizer)
+
+
+def describe_text(folder: Path, run: RunConfig, run_dir: Path, tokenizer: Tokenizer) -> None:
+    """Write the tokenizer with its template, and where and how generation begins, samples and ends."""
+    own: dict[str, Any] = {
+        name: identity
+        for name, identity in (("bos_token_id", tokenizer.bos_id), ("pad_token_id", tokenizer.pad_id))
+        if identity is not None
+    }
+    base = {} if run.base is None else generation_of(run_dir / run.base)
+    if run.tokenizer.type != "base":
+        # Other ids than the base's.
+        base = {name: value for name, value in base.items() if not name.endswith("_token_id")}
+    ends = base.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    generation = own | {name: value for name, value in base.items() if value is not None}
     # An answer ends where a turn does, which a base that never chatted doesn't know, besides where a text does.
-    ends = generation.get("eos_token_id") or []
-    generation["eos_token_id"] = list(
-        dict.fromkeys([*(ends if isinstance(ends, list) else [ends]), *tokenizer.stop_ids])
-    )
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    generation["eos_token_id"] = list(dict.fromkeys([*ends, *tokenizer.stop_ids]))
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     tokenizer.save(folder)
+
+
+def generation_of(base: Path) -> dict[str, Any]:
+    """How the base's makers say that text of it begins, is sampled and ends; ids may stand in `config.json` alone."""
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    config, generation = (
+        json.loads(path.read_text(encoding="utf-8")) if (path := base / name).is_file() else {}
+        for name in ("config.json", "generation_config.json")
+    )
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    # Some write -1 for none.
+    return {name: config[name] for name in ids if config.get(name) not in (None, -1)} | generation
 
 
 def dtype_of(run: RunConfig, run_dir: Path) -> torch.dtype:
@@ -117,30 +146,3 @@ def dtype_of(run: RunConfig, run_dir: Path) -> torch.dtype:
     if run.base is not None:
         return weights.read_dtype(run_dir / run.base)
     return DTYPES[run.training.precision]
-
-
-def manifest(run: RunConfig, run_dir: Path, folder: Path, *, step: int) -> dict[str, Any]:
-    """Every file below `folder` with its hash, and what it was made from."""
-    data = [path for path in (*run.data.train, run.data.validation) if isinstance(path, Path)]
-    return {
-        "files": [
-            {"path": file.relative_to(folder).as_posix(), "bytes": file.stat().st_size, "sha256": sha256_of(file)}
-            for file in sorted(folder.rglob("*"))
-            if file.is_file()
-        ],
-        "run": run.model_dump(mode="json"),
-        "step": step,
-        "code_version": code_version(),
-        "torch": torch.__version__,
-        "seed": run.training.seed,
-        "data": [{"path": path.as_posix(), "sha256": sha256_of(run_dir / path)} for path in data],
-        "layout": run.parallel.model_dump(),
-    }
-
-
-def code_version() -> str:
-    try:
-        return metadata.version("trainshed")
-    except metadata.PackageNotFoundError:
-        # A checkout that was never installed trains as well.
-        return "unknown"

@@ -73,7 +73,7 @@ class Adapter(nn.Module):
             up = replace(placement_of(host.weight), shape=up.shape)
         else:
             down = replace(placement_of(host.weight), shape=down.shape)
-        self.lora_A, self.lora_B = _Matrix(down, host), _Matrix(up, host)
+        self.lora_A, self.lora_B = Matrix(down, host), Matrix(up, host)
 
     def forward(self, x: Tensor, draw: Draw | None) -> Tensor:
         """What is added to the host's output: B S D to B T E beside a column layer, B T F to B S D beside a row one."""
@@ -90,7 +90,7 @@ class Adapter(nn.Module):
         return linear(inner, self.lora_B.weight) * self.scale
 
 
-class _Matrix(nn.Module):
+class Matrix(nn.Module):
     """A placed weight under the name that `peft` gives it."""
 
     def __init__(self, placement: Placement, host: ColumnLinear | RowLinear) -> None:

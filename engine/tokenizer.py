@@ -405,7 +405,7 @@ class Tokenizer:
     ) -> str:
         """As `render`, with each control token that the template wrote, and no other, replaced by its alias."""
         spoken = json.dumps([list(messages), list(tools or ())], ensure_ascii=False)
-        if self._control.search(spoken) is None:
+        if not self.spells_control(spoken):
             text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
             return self._control.sub(lambda found: self._alias_of[found[0]], text)
         # Veil what people wrote, so that it can be told from what the template wrote.
@@ -419,6 +419,10 @@ class Tokenizer:
         )
         text = re.sub(f"(?:{self._control.pattern})(?!{veil})", lambda found: self._alias_of[found[0]], text)
         return text.replace(veil, "")
+
+    def spells_control(self, text: str) -> bool:
+        """Whether the text has what looks like a control token."""
+        return self._control.search(text) is not None
 
     def encode_marked(self, marked: str) -> Tokens:
         """The ids of a marked text. Offsets count its characters, an alias as its own length."""
@@ -493,12 +497,22 @@ class Tokenizer:
                 shutil.copytree(
                     self.source / "additional_chat_templates", folder / "additional_chat_templates", dirs_exist_ok=True
                 )
+            self._say_roles(folder)
         else:
             self.backend.save(str(folder / "tokenizer.json"))
             _write(folder / "tokenizer_config.json", json.dumps(self._config(), indent=2, ensure_ascii=False) + "\n")
         # Where the base keeps several templates in its configuration, a file would hide them.
         if len(self.templates) == 1 or (self.source is not None and (self.source / "chat_template.jinja").is_file()):
             _write(folder / "chat_template.jinja", self.chat_template)
+
+    def _say_roles(self, folder: Path) -> None:
+        """Write the roles that the source's files of the tokenizer leave to those of the model."""
+        path = folder / "tokenizer_config.json"
+        said = {**_json(folder / "special_tokens_map.json"), **_json(path)}
+        left = {role: text for role, text in self.roles.items() if _content(said.get(role)) is None}
+        if left or not path.is_file():
+            config = (_json(path) if path.is_file() else self._config()) | left
+            _write(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
     def _config(self) -> dict[str, Any]:
         return {

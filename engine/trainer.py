@@ -80,7 +80,7 @@ def train(run: RunConfig, run_dir: Path, emit: Emit, wish: StopWish, whereabouts
         wish.heed()
         step = work.choose()
         counted = partial(report, "export", unit="folders")
-        export(run, run_dir, decoder, tokenizer, counted, step=step)
+        export(run, run_dir, decoder, tokenizer, prepared, report=counted, warn=work.warn, step=step)
         wish.note()
         emit(Finished(step=work.step, tokens=work.tokens, stopped_early=work.is_at_rest, exported_step=step))
     mesh.close()

@@ -1,7 +1,8 @@
-"""Fill a run directory with what an attempt needs: data, base weights, the newest checkpoint, and `run.json` last."""
+"""Fill a run directory with what an attempt needs: data, base, the newest checkpoint, the spec, and `run.json` last."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from core.spec import JobSpec
 from core.storage import Storage
 from engine.config import RunConfig
 from engine.events import ErrorCode
+
+SPEC = "spec.json"
+"""What was asked for, beside `run.json`; the engine only puts it into the manifest."""
 
 log = structlog.get_logger(__name__)
 
@@ -47,6 +51,7 @@ def stage(services: Services, job: Job, run_dir: Path) -> RunConfig:
     if best is not None:
         # Beside the one to go on from, where the engine looks for it when all is done.
         _resume(services.storage, best, run_dir)
+    _write(run_dir / SPEC, json.dumps(job.spec, indent=2, ensure_ascii=False))
     _write(run_dir / "run.json", run.model_dump_json(indent=2))
     log.info("attempt staged", files=len(uploads), base=job.base_model, resumes_from=checkpoint and checkpoint.step)
     return run

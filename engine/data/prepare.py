@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from array import array
@@ -59,6 +60,16 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class FileRead:
+    """A file as it was when its rows were made."""
+
+    path: str
+    """As the run says it."""
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Prepared:
     """Rows that are ready, and what there is to say about them."""
 
@@ -68,6 +79,8 @@ class Prepared:
     """Of the training files, held-out part included in `examples` and `kept`."""
     notes: tuple[str, ...] = ()
     """Sentences for the log: what was dropped or cut, with the lines."""
+    files: tuple[FileRead, ...] = ()
+    """What the rows were made of."""
 
 
 def tokenizer_for(run: RunConfig, run_dir: Path, report: Report) -> Tokenizer:
@@ -127,6 +140,7 @@ def prepare(run: RunConfig, run_dir: Path, tokenizer: Tokenizer, report: Report)
         "validation_store": "train" if isinstance(data.validation, float) else "validation",
         "counts": asdict(train.counts),
         "notes": work.notes,
+        "files": [asdict(file) for file in work.files],
     }
     for name, table in tables.items():
         if table is not None:
@@ -157,7 +171,8 @@ def open_prepared(run_dir: Path) -> Prepared:
     train = rows("train", "train")
     assert train is not None
     counts = Counts(**{**index["counts"], "rows": len(train), "tokens": train.tokens})
-    return Prepared(train, rows("validation", index["validation_store"]), counts, tuple(index["notes"]))
+    files = tuple(FileRead(**file) for file in index["files"])
+    return Prepared(train, rows("validation", index["validation_store"]), counts, tuple(index["notes"]), files)
 
 
 @dataclass(frozen=True)
@@ -209,13 +224,16 @@ class _Work:
     report: Report
     learns_all: bool
     notes: list[str] = field(default_factory=list)
+    files: list[FileRead] = field(default_factory=list)
 
     def tokenize(self, files: Sequence[Path], run_dir: Path, folder: Path, name: str) -> _Tokenized:
         store = Store(folder, self.tokenizer.vocab_size)
         try:
             streams = self.data.format == "text" or (self.data.format == "tokens" and self.learns_all)
             write = self._text if streams else self._pairs
-            done = write(_Source(files, run_dir, self.data.format, self.report), store, name)
+            source = _Source(files, run_dir, self.data.format, self.report)
+            done = write(source, store, name)
+            self.files += source.read
         finally:
             store.close()
         if not done.units:
@@ -341,6 +359,8 @@ class _Source:
     format: str
     report: Report
     phase: str = "data"
+    read: list[FileRead] = field(default_factory=list)
+    """Those that were read to their end."""
 
     def __iter__(self) -> Iterator[tuple[int, Example | Ids]]:
         paths = [self.run_dir / path for path in self.files]
@@ -348,23 +368,28 @@ class _Source:
             raise InvalidData([Finding(0, f"there is no file {missing[0]}")])
         total, done = sum(path.stat().st_size for path in paths), 0
 
-        def chunks(path: Path) -> Iterator[bytes]:
+        def chunks(path: Path, number: int) -> Iterator[bytes]:
             nonlocal done
+            digest, size = hashlib.sha256(), 0
             with path.open("rb") as file:
                 while chunk := file.read(READ_BYTES):
+                    digest.update(chunk)
+                    size += len(chunk)
                     yield chunk
                     done += len(chunk)
                     self.report(self.phase, done, total, "bytes")
+            self.read.append(FileRead(self.files[number].as_posix(), size, digest.hexdigest()))
 
         for number, path in enumerate(paths):
             if self.format == "tokens":
                 for document in read(path):
                     yield number, document
                 done += path.stat().st_size
+                self.read += _hashed(self.files[number], path)
                 self.report(self.phase, done, total, "bytes")
                 continue
             try:
-                for example in examples(chunks(path), self.format):  # type: ignore[arg-type]
+                for example in examples(chunks(path, number), self.format):  # type: ignore[arg-type]
                     yield number, example
             except InvalidData as first:
                 with path.open("rb") as file:
@@ -379,6 +404,14 @@ class _Source:
         if len(self.files) == 1:
             return finding
         return replace(finding, message=f"{self.files[file].name}: {finding.message}")
+
+
+def _hashed(named: Path, path: Path) -> Iterator[FileRead]:
+    """A file of ids, and the ids beside it where it is an index of them."""
+    for suffix in (".idx", ".bin") if path.suffix == ".idx" else (path.suffix,):
+        with path.with_suffix(suffix).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            yield FileRead(named.with_suffix(suffix).as_posix(), file.tell(), digest)
 
 
 def _texts(data: Data, run_dir: Path, report: Report) -> Iterator[str]:

@@ -17,6 +17,17 @@ _SEGMENT = np.dtype([("start", "<i8"), ("length", "<i4"), ("file", "<i4"), ("lin
 
 
 @dataclass(frozen=True)
+class Document:
+    """What stands in a row of one example, or of one text."""
+
+    file: int
+    """Number among the files that were read."""
+    line: int
+    tokens: Array
+    trained: Array
+
+
+@dataclass(frozen=True)
 class Row:
     """One row in full; every array has `width` places."""
 
@@ -112,6 +123,16 @@ class Rows:
         for array in (self._tokens, self._trained, self._segments, self._members, self._bounds):
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
+
+    def first(self, count: int) -> list[Document]:
+        """Those of the documents in these rows that were read first, in that order, at most `count`."""
+        members = np.asarray(self._members)
+        chosen = np.sort(np.partition(members, count)[:count] if len(members) > count else members)
+        documents = []
+        for file, line, start, length in self._segments[chosen][["file", "line", "start", "length"]].tolist():
+            place = slice(start, start + length)
+            documents.append(Document(file, line, np.asarray(self._tokens[place]), np.asarray(self._trained[place])))
+        return documents
 
     def origins(self, index: int) -> list[tuple[int, int]]:
         """File number and line of each document in a row."""

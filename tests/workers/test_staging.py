@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from core import checkpoints, jobs
@@ -29,3 +30,13 @@ def test_an_attempt_that_goes_on_finds_the_best_checkpoint_beside_the_newest(
     assert run.resume == Path("resume/step-00000030")
     found = {path.parent.name: path.read_text() for path in (tmp_path / "run" / "resume").rglob("weights")}
     assert found == {"step-00000020": "of step 20", "step-00000030": "of step 30"}
+
+
+def test_the_spec_lies_beside_the_run_as_it_was_asked(services: Services, tmp_path: Path) -> None:
+    job_id = place_job(services, state=JobState.RUNNING, attempt=1, holder="somebody")
+    with services.db.reading() as session:
+        job = jobs.find(session, job_id)
+
+    staging.stage(services, job, tmp_path / "run")
+
+    assert json.loads((tmp_path / "run" / "spec.json").read_text()) == job.spec

@@ -265,6 +265,21 @@ def test_a_control_token_that_only_the_configuration_names_is_one(tmp_path: Path
     assert base.chat([{"role": "user", "content": "<0x00>"}], add_generation_prompt=False).count(3) == 1
 
 
+def test_an_end_that_only_the_models_files_name_is_kept_with_the_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "base"
+    Tokenizer.bytes().save(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "eos_token"}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [256, 259]}')
+    Tokenizer.load(folder).save(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").eos_token == "<|endoftext|>"
+    (folder / "tokenizer_config.json").unlink()
+    Tokenizer.load(folder).save(tmp_path / "again")
+    assert AutoTokenizer.from_pretrained(tmp_path / "again").eos_token_id == 256
+
+
 def test_a_lone_tokenizer_file_tells_its_end_by_the_usual_names(tmp_path: Path) -> None:
     folder = make.llama_folder(tmp_path)
 

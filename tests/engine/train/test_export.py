@@ -41,7 +41,9 @@ def adapted(base, tmp_path_factory):
         training={"steps": 3, "lr": 0.02},
         export={"base_name": "tiny"},
     )
-    runs.events_of(folder, run)
+    runs.write(folder, run)
+    (folder / "spec.json").write_text('{"kind": "finetune"}')
+    assert not [event for event in runs.events_of(folder, run) if event.type == "log"]
     return folder
 
 
@@ -82,6 +84,22 @@ def test_a_base_that_never_chatted_stops_at_the_end_of_a_turn_and_samples_as_its
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export" / "model")
     ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     assert (generation.eos_token_id, generation.temperature) == (ends, 0.6)
+    assert (generation.bos_token_id, generation.pad_token_id) == (tokenizer.bos_token_id, tokenizer.pad_token_id)
+
+
+def test_an_adapter_has_the_tokenizer_and_the_ends_that_the_merged_model_has(adapted):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    chat = [{"role": "user", "content": "1 and 2?"}, {"role": "assistant", "content": "yes"}]
+    said = []
+    for part in ("adapter", "model"):
+        folder = adapted / "export" / part
+        generation, tokenizer = GenerationConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        said.append(
+            (generation.eos_token_id, generation.pad_token_id, tokenizer.apply_chat_template(chat)["input_ids"])
+        )
+    assert said[0] == said[1]
+    assert said[0][2].count(said[0][0][1]) == 2, "each turn ends in the token that ends generation"
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -104,7 +122,11 @@ def test_the_manifest_names_every_file_with_its_sha256_and_what_the_model_was_ma
         content = (export / file["path"]).read_bytes()
         assert (file["bytes"], file["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
     data = (adapted / "data" / "train.jsonl").read_bytes()
-    assert manifest["data"] == [{"path": "data/train.jsonl", "sha256": hashlib.sha256(data).hexdigest()}]
+    sha256 = hashlib.sha256(data).hexdigest()
+    assert manifest["data"] == [{"path": "data/train.jsonl", "bytes": len(data), "sha256": sha256}]
+    assert manifest["spec"] == {"kind": "finetune"}
+    assert (manifest["seed"], manifest["layout"]["tensor"]) == (5, 1)
+    assert len(manifest["code_sha256"]) == 64
     assert manifest["run"]["lora"]["rank"] == 4
     assert manifest["torch"] == torch.__version__
     assert {path.split("/")[0] for path in there} == {"adapter", "model"}
