@@ -51,7 +51,7 @@ def stage(services: Services, job: Job, run_dir: Path) -> RunConfig:
     if best is not None:
         # Beside the one to go on from, where the engine looks for it when all is done.
         _resume(services.storage, best, run_dir)
-    _write(run_dir / SPEC, json.dumps(job.spec, indent=2, ensure_ascii=False))
+    _write(run_dir / SPEC, json.dumps(job.spec, indent=2))
     _write(run_dir / "run.json", run.model_dump_json(indent=2))
     log.info("attempt staged", files=len(uploads), base=job.base_model, resumes_from=checkpoint and checkpoint.step)
     return run
