@@ -165,7 +165,7 @@ class ArtifactOut(Out):
     bytes: int
     sha256: str
     kind: str
-    """`model`, `adapter` or `manifest`."""
+    """`model`, `adapter`, `gguf` or `manifest`."""
 
     @classmethod
     def of(cls, artifact: Artifact) -> Self:

@@ -226,7 +226,7 @@ class Artifact(Base):
     path: Mapped[str] = mapped_column(String(512), primary_key=True)
     """Relative, with forward slashes, such as `model/config.json`."""
     kind: Mapped[str] = mapped_column(String(16))
-    """`model`, `adapter` or `manifest`."""
+    """`model`, `adapter`, `gguf` or `manifest`."""
     bytes: Mapped[int]
     sha256: Mapped[str] = mapped_column(String(64))
     storage_key: Mapped[str] = mapped_column(Text)

@@ -154,12 +154,7 @@ def resolve(
             training=_training(spec, _kind(base, method), length, steps, global_batch, micro_batch, precision),
             parallel=parallel,
             recompute=recompute,
-            export=Export(
-                dtype=spec.artifacts.dtype,
-                merged=spec.artifacts.merged,
-                checkpoint=spec.artifacts.checkpoint,
-                base_name=base.name if base else None,
-            ),
+            export=_export(spec, base, shape, tokenizer),
             device=cluster.device,
             peak_flops_per_rank=cluster.slot_peak_flops if precision == "bf16" else None,
         )
@@ -640,6 +635,23 @@ def _gib(size: int) -> str:
 
 
 # Refusing
+
+
+def _export(spec: JobSpec, base: BaseFacts | None, shape: ModelShape, tokenizer: TokenizerSource) -> Export:
+    export = Export(
+        dtype=spec.artifacts.dtype,
+        merged=spec.artifacts.merged,
+        checkpoint=spec.artifacts.checkpoint,
+        gguf=spec.artifacts.gguf,
+        base_name=base.name if base else None,
+    )
+    try:
+        export.check(shape)
+    except ValueError as error:
+        _refuse("artifacts.gguf", str(error))
+    if export.gguf and tokenizer.type == "bytes":
+        _refuse("artifacts.gguf", 'bytes alone are no vocabulary for it; set "tokenizer": {"train": {"vocab_size": …}}')
+    return export
 
 
 def _refuse(param: str, message: str) -> NoReturn:

@@ -310,8 +310,17 @@ class ArtifactsAsk(Ask):
     """Under LoRA, also make the base with the adapter merged in."""
     dtype: Literal["keep", "bf16", "fp32"] = "keep"
     """Of the weights. keep: the base's when fine-tuning, the training precision otherwise."""
+    gguf: Flag = False
+    """Also make one GGUF file of the model, as `gguf/model.gguf`, for llama.cpp and its like; nothing is quantised. For
+    llama, mistral, qwen2 and qwen3 models."""
     checkpoint: Literal["last", "best"] = "last"
     """Which weights: after the last step, or where the validation loss was lowest; that checkpoint is then kept."""
+
+    @model_validator(mode="after")
+    def has_a_model_to_write(self) -> Self:
+        if self.gguf and not self.merged:
+            raise ValueError("gguf needs the merged model; set merged to true, or leave gguf out")
+        return self
 
 
 class JobSpec(Ask):

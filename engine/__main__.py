@@ -122,6 +122,20 @@ def generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def gguf(arguments: argparse.Namespace) -> int:
+    from engine import gguf_file
+
+    try:
+        gguf_file.write(arguments.model, arguments.out)
+        count, wrong = gguf_file.differences(arguments.out, arguments.model)
+    except ValueError as error:
+        return refused(error)
+    if wrong:
+        return refused(ValueError(f"read back, {arguments.out} differs from the model in {', '.join(wrong)}"))
+    sys.stdout.write(f"{count} tensors in {arguments.out}, read back and compared\n")
+    return 0
+
+
 def refused(error: ValueError) -> int:
     """Say in words why nothing came of it; the exit code."""
     sys.stderr.write(f"{error}\n")
@@ -188,6 +202,9 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("data", type=existing, metavar="DATA", help="the training file")
     sub.add_argument("--format", choices=get_args(Format), required=True)
     sub.add_argument("--into", type=Path, required=True, metavar="FILE", help="ends in .parquet, or in .idx")
+    sub = command("gguf", gguf, "Write a model folder as one GGUF file, unquantised, and compare what was written.")
+    model(sub, device=False)
+    sub.add_argument("out", type=Path, metavar="OUT", help="the file to write")
     sub = command("generate", generate, "Continue a prompt once.")
     model(sub)
     sub.add_argument("--prompt", required=True)

@@ -614,8 +614,34 @@ class Export(Part):
     """Under LoRA, also write the base with the adapter merged in."""
     checkpoint: Literal["last", "best"] = "last"
     """Which weights: those after the last step, or those of the lowest validation loss."""
+    gguf: bool = False
+    """Also write the model as a GGUF file."""
     base_name: str | None = None
     """What the adapter calls its base, for whoever puts it on one; None: its path in the run."""
+
+    @model_validator(mode="after")
+    def has_a_model_to_write(self) -> Self:
+        if self.gguf and not self.merged:
+            raise ValueError("gguf needs the merged model; set merged to true, or leave gguf out")
+        return self
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise ValueError, saying what would work, where a model of `shape` can't be left this way."""
+        if not self.gguf:
+            return
+        if shape.architecture not in GGUF:
+            raise ValueError(f"gguf is not available for {shape.architecture}; only for {', '.join(GGUF)}")
+        if shape.sliding_window is not None and shape.sliding_window < shape.max_seq_len:
+            raise ValueError(f"gguf is not available with sliding_window={shape.sliding_window}; leave gguf out")
+        if (kind := kind_of_scaling(shape.rope_scaling or {})) not in GGUF_SCALINGS:
+            raise ValueError(f"gguf is not available with rope_scaling of type {kind!r}; leave gguf out")
+        if shape.architecture == "qwen3" and shape.attention_bias != "none":
+            raise ValueError("gguf is not available for qwen3 with attention_bias; leave gguf out")
+
+
+GGUF: tuple[Architecture, ...] = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that can be written as GGUF files."""
+GGUF_SCALINGS = ("default", "linear", "llama3")
 
 
 class RunConfig(Part):
@@ -686,5 +712,6 @@ class RunConfig(Part):
                 f"use at most {shape.max_seq_len}"
             )
         self.parallel.check(shape, seq_len=self.data.seq_len)
+        self.export.check(shape)
         if self.lora is not None:
             self.lora.targets_in(shape)

@@ -91,9 +91,20 @@ def parts_of(
         if decoder.mesh.world_rank == 0:
             describe_text(folder, run, run_dir, tokenizer)
 
-    if run.lora is None:
-        return {"model": model}
-    return {"adapter": adapter, **({"model": model} if run.export.merged else {})}
+    def one_file(folder: Path) -> None:
+        if decoder.mesh.world_rank == 0:
+            # Few runs need what this imports.
+            from engine import gguf_file
+
+            went_on = decoder.mesh.stopwatch.whereabouts.go_on
+            gguf_file.write(folder.parent / "model", folder / gguf_file.NAME, went_on=went_on)
+
+    written = {
+        "adapter": (adapter, run.lora is not None),
+        "model": (model, run.lora is None or run.export.merged),
+        "gguf": (one_file, run.export.gguf),
+    }
+    return {name: write for name, (write, asked) in written.items() if asked}
 
 
 def describe(

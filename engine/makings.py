@@ -46,6 +46,11 @@ def ready_model(run: RunConfig, run_dir: Path, mesh: Mesh, tokenizer: Tokenizer)
             f"the tokenizer has {tokenizer.vocab_size} entries and the model's vocab_size is {shape.vocab_size}; "
             f"use a tokenizer of at most {shape.vocab_size}"
         )
+    if run.export.gguf:
+        # Now, and not when all is trained. Few runs need what this imports.
+        from engine import gguf_file
+
+        gguf_file.check(shape, tokenizer)
     seed = run.training.seed
     decoder = Decoder(
         shape,

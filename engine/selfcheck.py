@@ -91,6 +91,7 @@ def _fitting(subject: Subject) -> Mapping[str, Callable[[Subject], Verdict]]:
         "reads_back": (reads_back, not has_model or run.lora is None),
         "adapter_equals_merged": (adapter_equals_merged, has_model and run.lora is not None),
         "differs_from_base": (differs_from_base, has_model and run.base is not None),
+        "gguf_equals_model": (gguf_equals_model, run.export.gguf),
         "turns_end": (turns_end, speaks and run.objective != "pretrain"),
         "template_round_trip": (template_round_trip, speaks),
     }
@@ -150,6 +151,16 @@ def differs_from_base(subject: Subject) -> Verdict:
             if change:
                 return True, change, f"{name} differs from the base's by up to {change:.3g}"
     return False, 0.0, f"all {len(names)} tensors are the base's, once rounded: train longer, or export in fp32"
+
+
+def gguf_equals_model(subject: Subject) -> Verdict:
+    """The GGUF file, read back, has the model's tensors and tokens, bit for bit."""
+    from engine import gguf_file
+
+    path = subject.folder / "gguf" / gguf_file.NAME
+    count, wrong = gguf_file.differences(path, subject.folder / "model", went_on=subject.went_on)
+    told = f"; others: {', '.join(wrong[:10])}" if wrong else ""
+    return not wrong, float(len(wrong)), f"read back, {path.name} has the model's {count} tensors and its tokens{told}"
 
 
 def _is_adapted(name: str) -> bool:

@@ -35,7 +35,7 @@ RULES = (
     Rule(
         "engine",
         ("engine",),
-        frozenset({"torch", "numpy", "safetensors", "pydantic", "tokenizers", "jinja2", "pyarrow"}),
+        frozenset({"torch", "numpy", "safetensors", "pydantic", "tokenizers", "jinja2", "pyarrow", "gguf"}),
     ),
     Rule("core", ("core", *CONTRACT), never=HEAVY | {"fastapi", "starlette"}),
     Rule("workers", ("workers", "core", *CONTRACT), never=HEAVY | {"fastapi", "starlette"}),

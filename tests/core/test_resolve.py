@@ -422,6 +422,11 @@ REFUSALS: list[Any] = [
     pytest.param(
         SCRATCH, {"artifacts": {"checkpoint": "best"}}, "artifacts.checkpoint", "set data.validation", id="best result"
     ),
+    pytest.param(SCRATCH, {"artifacts": {"gguf": True}}, "artifacts.gguf", "tokenizer", id="gguf of bytes"),
+    pytest.param(
+        SCRATCH, {"model": {"preset": "gpt2"}, "artifacts": {"gguf": True}}, "artifacts.gguf",
+        "not available for gpt2; only for llama, mistral, qwen2, qwen3", id="gguf of gpt2",
+    ),
     pytest.param(SCRATCH, {"data": {"train": ["file-chat"]}}, "data.train", 'kind "finetune"', id="chat"),
     pytest.param(SCRATCH, {"data": {"train": ["file-masked"]}}, "data.train", 'kind "finetune"', id="ids with a mask"),
     pytest.param(FINETUNE, {"data": {"train": ["file-foreign"]}}, "data.train.0", "the id 260", id="another's ids"),
@@ -534,6 +539,7 @@ def test_what_cannot_fit_is_refused_with_the_item_that_breaks_it() -> None:
         ({"model": SCRATCH["model"] | {"norm_eps": 1e308}}, "model.norm_eps"),
         ({"model": SCRATCH["model"] | {"rope_theta": 1e308}}, "model.rope_theta"),
         ({"model": SCRATCH["model"] | {"init_std": 1e308}}, "model.init_std"),
+        ({"artifacts": {"gguf": True, "merged": False}}, "artifacts"),
         # Each of these would be tried divisor by divisor, or layer by layer, for minutes.
         ({"resources": {"gpus": 2**31 - 1}}, "resources.gpus"),
         ({"model": SCRATCH["model"] | {"num_heads": 2**31 - 1}}, "model.num_heads"),

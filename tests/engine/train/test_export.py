@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from engine import checkpoint, export, trainer, weights
 from engine.checkpoint import BadCheckpoint
+from engine.failure import RunFailure
 from engine.mesh import alone
 from engine.model import Decoder
 from engine.progress import Reporter
@@ -232,6 +233,25 @@ def test_adapters_beside_a_bf16_base_learn_in_fp32_masters_as_plain_adamw_does(b
     now = dict(decoder.named_parameters())
     assert {p.dtype for p in now.values()} == {torch.bfloat16}
     assert all(torch.equal(now[name], weight) for name, weight in frozen.items())
+
+
+def test_a_gguf_file_is_asked_for_and_its_comparison_is_in_the_manifest(tmp_path):
+    run = runs.config(
+        model={"vocab_size": 300}, tokenizer={"type": "train", "vocab_size": 280}, training={"steps": 1},
+        export={"gguf": True},
+    )  # fmt: skip
+    runs.events_of(tmp_path, run)
+    manifest = json.loads((tmp_path / "export" / "manifest.json").read_text())
+    assert "gguf/model.gguf" in {file["path"] for file in manifest["files"]}
+    (check,) = (check for check in manifest["checks"] if check["name"] == "gguf_equals_model")
+    assert (check["passed"], check["figure"]) == (True, 0)
+    assert "20 tensors" in check["message"]
+
+
+def test_a_gguf_file_that_can_not_be_is_refused_before_training(tmp_path):
+    with pytest.raises(RunFailure, match="bytes alone"):
+        runs.events_of(tmp_path, runs.config(export={"gguf": True}))
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def train_shared(folder, run):
