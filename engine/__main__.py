@@ -44,8 +44,8 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    from engine.generate import serve
     from engine.mesh import device_named
+    from engine.serve import serve
 
     try:
         serve(arguments.model, sys.stdin, sys.stdout, device=device_named(arguments.device))
@@ -109,8 +109,9 @@ def tokenize(arguments: argparse.Namespace) -> int:
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    from engine.generate import Sampler, Sampling
+    from engine.generate import Sampler
     from engine.mesh import device_named
+    from engine.sampling import Sampling
 
     try:
         sampler = Sampler.load(arguments.model, device_named(arguments.device))
@@ -133,6 +134,17 @@ def gguf(arguments: argparse.Namespace) -> int:
     if wrong:
         return refused(ValueError(f"read back, {arguments.out} differs from the model in {', '.join(wrong)}"))
     sys.stdout.write(f"{count} tensors in {arguments.out}, read back and compared\n")
+    return 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    from engine import assemble
+
+    kind: assemble.Kind = "checkpoint" if arguments.adapter is None else "adapter"
+    try:
+        assemble.main(arguments.run_file, kind, arguments.checkpoint or arguments.adapter, arguments.into)
+    except ValueError as error:
+        return refused(error)
     return 0
 
 
@@ -173,6 +185,13 @@ def parser() -> argparse.ArgumentParser:
     run_file(sub)
     sub.add_argument("--json", action="store_true", help="one JSON array of ranks instead of a table")
 
+    sub = command("export", export, "Make a model folder of one of a run's checkpoints, or of its adapter.")
+    run_file(sub)
+    part = sub.add_mutually_exclusive_group(required=True)
+    part.add_argument("--checkpoint", type=folder, metavar="DIR", help="a checkpoint of the run, of any layout")
+    part.add_argument("--adapter", type=folder, metavar="DIR", help="the run's adapter, as it exported it")
+    sub.add_argument("--into", type=Path, required=True, metavar="DIR", help="where the model is written")
+
     def model(sub: argparse.ArgumentParser, *, device: bool = True) -> None:
         sub.add_argument("model", type=folder, metavar="MODEL_DIR", help="a folder in Hugging Face layout")
         if not device:
@@ -180,7 +199,9 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N; default: cpu")
 
     model(
-        command("serve", serve, "Load a model, then answer a JSON request a line on stdin with a JSON line on stdout.")
+        command(
+            "serve", serve, "Load a model, then answer requests, a JSON object a line, on stdin with such on stdout."
+        )
     )
     sub = command(
         "examine",

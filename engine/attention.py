@@ -7,6 +7,7 @@ this rank, R width of a head, E outputs of this rank. T are those of this contex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -50,6 +51,13 @@ class Cache:
         values[:, self.length : end] = values_BTGR
         return keys[:, :end], values[:, :end]
 
+    def copy(self) -> Cache:
+        """Another with the same tokens, which goes on by itself."""
+        other = copy(self)
+        other._store = torch.zeros_like(self._store)
+        other._store[:, :, :, : self.length] = self._store[:, :, :, : self.length]
+        return other
+
 
 @dataclass(frozen=True)
 class View:
@@ -62,6 +70,18 @@ class View:
     mask_BHQK: Tensor | None = None
     """Added to the scores, with dims of one where it is the same for all: minus infinity where a query may not look, 0
     or the head's bias elsewhere. None: 0 for the query itself and all before it."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The tokens that one text gets in a pass over several texts, which lie side by side along T of a single row."""
+
+    tokens: slice
+    """Where they are in the pass."""
+    view: View
+    """What they see of their own text."""
+    cache: Cache
+    """The text so far; one row."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +98,8 @@ class Frame:
     """What dropout masks are drawn from; None: no dropout."""
     cache: Cache | None = None
     """Earlier tokens, when generating."""
+    segments: tuple[Segment, ...] = ()
+    """Where several texts go on at once: one each, in the order of the tokens. They have own caches and views."""
 
 
 def views(
@@ -108,7 +130,8 @@ def _view(
     first = 0 if window is None else max(0, queries.start - window + 1)
     keys = range(first, queries.stop)
     plain = documents_BW is None and slopes_H is None
-    if plain and queries == keys and (window is None or window >= len(queries)):
+    sees_all = len(queries) == 1 or (queries == keys and (window is None or window >= len(queries)))
+    if plain and sees_all:
         return View(queries, keys)
     past = queries.start - first
     sees_B1QK = torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool, device=device).tril(past)
@@ -174,11 +197,24 @@ class Attention(nn.Module):
             q, k = made(self.q_norm, q), made(self.k_norm, k)
         if frame.angles is not None:
             q, k = made(rotate, q, frame.angles), made(rotate, k, frame.angles)
+        part = self._core(frame.draw)
+        if frame.segments:
+            return cast(Tensor, self.o_proj(self._each_text(q, k, v, frame.segments, part), frame.draw))
         if frame.cache is not None:
             k, v = frame.cache.extend(self.layer, k, v)
-        part = self._core(frame.draw)
         mixed_BTE = self.ledger.region("attention_core", mix, q, k, v, frame, part, self.sparing)
         return cast(Tensor, self.o_proj(mixed_BTE, frame.draw))
+
+    def _each_text(
+        self, q_BTHR: Tensor, k_BTGR: Tensor, v_BTGR: Tensor, segments: Sequence[Segment], part: Core
+    ) -> Tensor:
+        """`part` for each text by itself, whatever its length, so that none is padded: B T (H R)."""
+        mixed = []
+        for segment in segments:
+            k_BWGR, v_BWGR = segment.cache.extend(self.layer, k_BTGR[:, segment.tokens], v_BTGR[:, segment.tokens])
+            keys = slice(segment.view.keys.start, segment.view.keys.stop)
+            mixed.append(part(q_BTHR[:, segment.tokens], k_BWGR[:, keys], v_BWGR[:, keys], segment.view))
+        return torch.cat(mixed, dim=1)
 
     def _core(self, draw: Draw | None) -> Core:
         if not self.rate or draw is None:
@@ -232,7 +268,13 @@ def fused_core(q_BQHR: Tensor, k_BKGR: Tensor, v_BKGR: Tensor, mask_BHQK: Tensor
         k_BGKR, v_BGKR = (x.repeat_interleave(groups, dim=1) for x in (k_BGKR, v_BGKR))
         groups = 1
     mixed_BHQR = scaled_dot_product_attention(
-        q_BHQR, k_BGKR, v_BGKR, attn_mask=mask_BHQK, is_causal=mask_BHQK is None, enable_gqa=groups > 1
+        q_BHQR,
+        k_BGKR,
+        v_BGKR,
+        attn_mask=mask_BHQK,
+        # Torch counts a causal mask from the first key, and a lone query is at the last.
+        is_causal=mask_BHQK is None and q_BHQR.shape[2] > 1,
+        enable_gqa=groups > 1,
     )
     return mixed_BHQR.transpose(1, 2).flatten(2)
 

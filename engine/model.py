@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import alibi
-from engine.attention import Attention, Cache, Frame, views
+from engine.attention import Attention, Cache, Frame, Segment, views
 from engine.batch import Batch
 from engine.comm import TensorAxis, gather_dim, start_gather_tokens
 from engine.config import ModelShape, Operation
@@ -125,6 +125,18 @@ class _Trunk(nn.Module):
         if self.embed_norm is not None:
             x_BSD = self.embed_norm(x_BSD)
         return self._dropout(x_BSD, draw)
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What one of several texts gets in a pass."""
+
+    ids: Sequence[int]
+    """Its next tokens; one at least."""
+    cache: Cache
+    """The text so far."""
+    every: bool = False
+    """The logits of each of the tokens are wanted, and not only of the last."""
 
 
 class Decoder(nn.Module):
@@ -256,8 +268,7 @@ class Decoder(nn.Module):
         them too. All tensor ranks call it together, and each gets all logits. Raises ValueError beyond the capacity,
         beyond the positions that were learned, and where the model is spread over a pipeline.
         """
-        if len(self.stages) > 1 or not (self.stages[0].first and self.stages[0].last):
-            raise ValueError("a pipeline's stages give losses and no logits; load the model with parallel.pipeline=1")
+        self._check_whole()
         past = 0 if cache is None else cache.length
         rows, tokens = tokens_BT.shape
         own = self.axis.tokens(tokens)
@@ -280,8 +291,44 @@ class Decoder(nn.Module):
         logits_BTV = gather_dim(hidden_BTD @ self.output_weight.t(), 2, self.axis)
         return logits_BTV[..., : self.shape.vocab_size].float()
 
+    @torch.no_grad()
+    def extend(self, texts: Sequence[Extension]) -> list[Tensor]:
+        """Let several texts go on in one pass, each from where it is; the fp32 logits N V of each.
+
+        Texts of different lengths share the pass without padding: their tokens lie side by side in one row, and only
+        attention tells them apart. Raises as `logits` does.
+        """
+        self._check_whole()
+        runs, segments, picked, at = [], [], [], 0
+        for text in texts:
+            run = range(text.cache.length, text.cache.length + len(text.ids))
+            if self.model.embed_positions is not None and run.stop > self.shape.max_seq_len:
+                raise ValueError(f"{run.stop} tokens are more than the model's {self.shape.max_seq_len} positions")
+            (view,) = views([run], self.dtype, self.device, window=self.shape.sliding_window, slopes_H=self._slopes_H)
+            tokens = slice(at, at + len(run))
+            at = tokens.stop
+            runs.append(run)
+            segments.append(Segment(tokens, view, text.cache))
+            picked.append(range(tokens.start if text.every else tokens.stop - 1, tokens.stop))
+        ids_BT = torch.tensor([[identity for text in texts for identity in text.ids]], device=self.device)
+        positions_BT = torch.tensor([[place for run in runs for place in run]], device=self.device)
+        own = self.axis.tokens(at)
+        frame = Frame((), angles=self._angles(positions_BT), segments=tuple(segments))
+        hidden_BSD = self.model.embedded(ids_BT, positions_BT[:, own], frame.draw)
+        hidden_BSD = self._through(self.stages[0], hidden_BSD, frame)
+        for text in texts:
+            text.cache.length += len(text.ids)
+        hidden_BTD = start_gather_tokens(hidden_BSD, self.axis).wait()
+        hidden_ND = hidden_BTD[0, [place for places in picked for place in places]]
+        logits_NV = gather_dim(hidden_ND @ self.output_weight.t(), 1, self.axis)[:, : self.shape.vocab_size].float()
+        return list(torch.split(logits_NV, [len(places) for places in picked]))
+
+    def _check_whole(self) -> None:
+        if len(self.stages) > 1 or not (self.stages[0].first and self.stages[0].last):
+            raise ValueError("a pipeline's stages give losses and no logits; load the model with parallel.pipeline=1")
+
     def cache(self, *, rows: int, tokens: int) -> Cache:
-        """An empty cache for `logits`, with room for `tokens` in each of `rows`."""
+        """An empty cache for `logits`, or with one row for `extend`, with room for `tokens` in each of `rows`."""
         return Cache(self.shape, self.axis, rows=rows, tokens=tokens, dtype=self.dtype, device=self.device)
 
     def _angles(self, positions_BT: Tensor, *, furthest: Tensor | None = None) -> tuple[Tensor, Tensor] | None:

@@ -6,6 +6,7 @@ text stay text. Which ids are trained is `engine.data.chat`'s business.
 
 from __future__ import annotations
 
+import builtins
 import json
 import re
 import secrets
@@ -115,6 +116,11 @@ _FILES = (
 )
 _CONTEXT = 8
 """Ids that what follows is decoded with: some vocabularies drop a space that nothing stands before."""
+_UNFINISHED = 3
+"""Bytes that may be the beginning of a character."""
+_GARBAGE = 32
+"""Ids without the end of a character after which nobody waits for one any more."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # Private-use characters, of which text has none in practice; drawn anew in each process, so that no file can name them.
@@ -259,8 +265,7 @@ class Tokenizer:
     @classmethod
     def bytes(cls) -> Self:
         """Ids 0 to 255 are the bytes; the control tokens follow."""
-        vocab = {symbol: byte for byte, symbol in _byte_symbols().items()}
-        backend = _byte_level(models.BPE(vocab=vocab, merges=[]))
+        backend = _byte_level(models.BPE(vocab=dict(_BYTES), merges=[]))
         backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
         return cls(backend, roles=_OWN_ROLES, templates={})
 
@@ -319,6 +324,29 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text; bytes that are not whole characters become U+FFFD, and ids without a token nothing."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def piece(self, identity: int) -> tuple[str, builtins.bytes]:
+        """What one id stands for within a text: characters, U+FFFD for bytes that are none, and the bytes themselves.
+
+        A control token stands for its name.
+        """
+        token = self.backend.id_to_token(identity)
+        if token is None:
+            return "", b""
+        if identity in self._forbidden:
+            return token, token.encode()
+        if found := _BYTE_TOKEN.fullmatch(token):
+            raw = bytes([int(found[1], 16)])
+            return raw.decode(errors="replace"), raw
+        # After another token: where a text begins, some vocabularies drop a space.
+        text = self.decode([*self._letter, identity])[len(self.decode(self._letter)) :]
+        if "\ufffd" in text and all(symbol in _BYTES for symbol in token):
+            return text, bytes(_BYTES[symbol] for symbol in token)
+        return text, text.encode()
+
+    @cached_property
+    def _letter(self) -> list[int]:
+        return self.backend.encode("a", add_special_tokens=False).ids
 
     def stream(self, *, after: Sequence[int] = ()) -> TextStream:
         """Decodes a growing text, which goes on after that of the ids `after`, if any."""
@@ -533,6 +561,8 @@ class TextStream:
         """Ids before it have been given out and are context no longer."""
         self._given = len(self._ids)
         """Ids before it have been given out."""
+        self._ahead = 0
+        """Characters of later ids that have been given out too."""
 
     def push(self, identity: int) -> str:
         """The text that `identity` completes; often some, sometimes none."""
@@ -545,12 +575,19 @@ class TextStream:
 
     def _advance(self, *, final: bool) -> str:
         # Decoding from a little before the new ids keeps what depends on their neighbours, such as a leading space.
-        before = self._tokenizer.decode(self._ids[self._start : self._given])
+        pending = len(self._ids) - self._given
+        shown = len(self._tokenizer.decode(self._ids[self._start : self._given])) + self._ahead
         now = self._tokenizer.decode(self._ids[self._start :])
-        if len(now) <= len(before) or (now.endswith("\ufffd") and not final):
+        if now.endswith("\ufffd") and not final and pending <= _GARBAGE:
+            # Bytes that may yet become a character stay back. Where more ids wait than one can have, they are the last.
+            unfinished = min(_UNFINISHED, len(now) - len(now.rstrip("\ufffd")))
+            text = now[shown : len(now) - unfinished] if pending > _UNFINISHED else ""
+            self._ahead += len(text)
+            return text
+        if len(now) <= shown:
             return ""
-        self._start, self._given = self._given, len(self._ids)
-        return now[len(before) :]
+        self._start, self._given, self._ahead = self._given, len(self._ids), 0
+        return now[shown:]
 
 
 _OWN_ROLES = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PAD}
@@ -604,6 +641,9 @@ def _byte_symbols() -> dict[int, str]:
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {byte: chr(byte) for byte in shown} | {byte: chr(256 + place) for place, byte in enumerate(hidden)}
+
+
+_BYTES = {symbol: byte for byte, symbol in _byte_symbols().items()}
 
 
 def _json(path: Path) -> dict[str, Any]:

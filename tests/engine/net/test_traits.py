@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from engine import lora as adapters
 from engine.batch import IGNORE, Batch
 from engine.config import Lora
-from engine.generate import Sampling, choose
 from engine.naming import to_files
 from engine.optimizer import kind_of
 from engine.plan import memory
+from engine.sampling import Sampling, choose
 from tests.engine.net import nets, ranks
 from tests.engine.net.test_weights import assert_same_bits, exported, tensors
 from tests.worlds import World
@@ -144,7 +145,7 @@ def test_greedy_tokens_also_beyond_the_window_are_those_of_transformers(
     pending = ids
     for _ in range(20):
         logits = model.logits(pending, cache, last_only=True)[0, -1]
-        got.append(choose(logits, Sampling(temperature=0), torch.Generator()))
+        got.append(choose(logits, Sampling(temperature=0), Random()))
         pending = torch.tensor([got[-1:]])
     assert got == expected.tolist()
 

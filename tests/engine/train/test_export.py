@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine import checkpoint, export, trainer, weights
+from engine import assemble, checkpoint, export, trainer, weights
 from engine.checkpoint import BadCheckpoint
 from engine.failure import RunFailure
 from engine.mesh import alone
@@ -268,3 +268,37 @@ def test_replicas_that_share_weights_leave_the_export_of_those_that_do_not(world
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("made_by", "kind", "part"),
+    [
+        pytest.param("base", "checkpoint", "checkpoints/step-00000003", id="all weights"),
+        pytest.param("adapted", "checkpoint", "checkpoints/step-00000003", id="adapters beside a base"),
+        pytest.param("adapted", "adapter", "export/adapter", id="an exported adapter"),
+    ],
+)
+def test_a_checkpoint_and_an_adapter_become_the_model_that_the_run_exported(
+    made_by, kind, part, request, tmp_path, monkeypatch
+):
+    run_dir = request.getfixturevalue(made_by)
+    into = tmp_path / "model"
+    assemble.main(run_dir / "run.json", kind, run_dir / part, into)
+    exported = run_dir / "export" / "model"
+    assert {path.name for path in into.iterdir()} == {path.name for path in exported.iterdir()}
+    for path in exported.iterdir():
+        assert (into / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_checkpoint_that_is_damaged_or_of_another_base_becomes_no_model(base, adapted, tmp_path):
+    damaged = tmp_path / "step-00000003"
+    shutil.copytree(base / "checkpoints" / "step-00000003", damaged)
+    with (damaged / "rank-00000.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    with pytest.raises(ValueError, match="is damaged"):
+        assemble.main(base / "run.json", "checkpoint", damaged, tmp_path / "model")
+    with pytest.raises(ValueError, match="other base weights"):
+        assemble.main(adapted / "run.json", "checkpoint", base / "checkpoints" / "step-00000003", tmp_path / "model")
+    with pytest.raises(ValueError, match="no adapter"):
+        assemble.main(base / "run.json", "adapter", adapted / "export" / "adapter", tmp_path / "model")
