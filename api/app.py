@@ -47,7 +47,6 @@ def create_app(services: Services) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.streams = Streams(services)
-        app.state.sampling = CapacityLimiter(completions.AT_ONCE)
         app.state.examining = CapacityLimiter(examining.AT_ONCE)
         yield
         await app.state.streams.ended()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from core.models import ApiKey, Artifact, Checkpoint, File, Job, JobEvent, Model
 from core.nodes import NodeStatus
@@ -279,6 +279,7 @@ class CheckpointOut(Out):
     """A checkpoint that is whole: where the job's next attempt would go on, in whatever layout."""
 
     id: str
+    """Also the name of its model, to sample from or to start a job with."""
     object: Literal["job.checkpoint"] = "job.checkpoint"
     job_id: str
     step: int
@@ -345,28 +346,47 @@ class ModelList(ListOut):
 # Completions
 
 
+FinishReason = Literal["stop", "length"]
+
+
 class UsageOut(Out):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
+class CompletionLogprobs(Out):
+    """For each token of the text, as OpenAI's older dialect has it."""
+
+    tokens: list[str]
+    """`bytes:` and hexadecimals where a token is no whole character."""
+    token_logprobs: list[float | None]
+    """Null where nothing stands before the token."""
+    top_logprobs: list[dict[str, float] | None]
+    """The likeliest tokens in its place, and itself."""
+    text_offset: list[int]
+    """Where it begins in the text, in characters."""
+
+
 class CompletionChoice(Out):
     index: int
     text: str
-    finish_reason: Literal["stop", "length"]
-    logprobs: None = None
+    finish_reason: FinishReason | None
+    """stop: the model ended, or a stop text came up. length: there was no more room. Null in a stream, before the end.
+    """
+    logprobs: CompletionLogprobs | None = None
 
 
 class CompletionOut(Out):
-    """OpenAI's completion object."""
+    """OpenAI's completion object; in a stream each frame is one, and goes on where the one before it ended."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: UsageOut
+    usage: UsageOut | None = Field(None, exclude_if=lambda usage: usage is None)
+    """In a stream only of the last frame, where `stream_options.include_usage` asks for it."""
 
 
 class ChatMessageOut(Out):
@@ -375,11 +395,28 @@ class ChatMessageOut(Out):
     refusal: None = None
 
 
+class TopLogprob(Out):
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Out):
+    """For each token of the answer."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
 class ChatChoice(Out):
     index: int
     message: ChatMessageOut
-    finish_reason: Literal["stop", "length"]
-    logprobs: None = None
+    finish_reason: FinishReason
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletionOut(Out):
@@ -391,6 +428,32 @@ class ChatCompletionOut(Out):
     model: str
     choices: list[ChatChoice]
     usage: UsageOut
+
+
+class ChatDelta(Out):
+    """What goes on a message."""
+
+    role: Literal["assistant"] | None = Field(None, exclude_if=lambda role: role is None)
+    content: str | None = Field(None, exclude_if=lambda content: content is None)
+
+
+class ChatChunkChoice(Out):
+    index: int
+    delta: ChatDelta
+    finish_reason: FinishReason | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletionChunk(Out):
+    """A frame of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageOut | None = Field(None, exclude_if=lambda usage: usage is None)
+    """Only of the last frame, where `stream_options.include_usage` asks for it."""
 
 
 # Keys

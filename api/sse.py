@@ -180,7 +180,7 @@ class Streams:
         self.readers: dict[str, Reader] = {}
         # Apart from the endpoints' threads: replaying to many must not keep a submit waiting.
         self.threads = anyio.CapacityLimiter(8)
-        self.closing = False
+        self.closed = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, job_id: str, *, after: int) -> AsyncIterator[bytes]:
@@ -188,7 +188,7 @@ class Streams:
         reader = self._join(job_id)
         try:
             yield PING
-            while not self.closing:
+            while not self.closed.is_set():
                 changed = reader.changed
                 frames = reader.frames(after)
                 if frames is None:
@@ -213,7 +213,7 @@ class Streams:
 
     def close(self) -> None:
         """Send every listener home; they come back to the next process. Call it in the event loop."""
-        self.closing = True
+        self.closed.set()
         for reader in self.readers.values():
             reader.wake()
 

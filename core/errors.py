@@ -27,6 +27,12 @@ class InvalidRequest(DomainError):
     """The request is malformed: not JSON, an unknown field, a value out of range."""
 
 
+class ContextTooLong(InvalidRequest):
+    """The prompt leaves no room in the model's length."""
+
+    code = "context_length_exceeded"
+
+
 class InvalidSpec(DomainError):
     """The job can't run as asked."""
 
@@ -95,6 +101,20 @@ class Unavailable(DomainError):
     """A part of the service that this needs is not there now; trying again later can work."""
 
     status, code, type = 503, "unavailable", "server_error"
+
+
+class TimedOut(DomainError):
+    """It took longer than anyone waits here."""
+
+    status, code, type = 504, "timeout", "server_error"
+    # It would take as long again.
+    headers: ClassVar[dict[str, str]] = {"x-should-retry": "false"}
+
+
+class Failed(DomainError):
+    """Something went wrong on our side."""
+
+    status, code, type = 500, "internal", "server_error"
 
 
 class DiskFull(Unavailable):

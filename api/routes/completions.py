@@ -1,32 +1,33 @@
-"""Sample from a model, in OpenAI's shapes. A sampler that holds the model does the work."""
+"""Sample from a model, in OpenAI's shapes, whole or as a stream. A sampler that holds the model does the work."""
 
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, TypeVar
 
 from anyio import to_thread
-from fastapi import APIRouter, Request
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from api.deps import OwnerDep, ServicesDep
+from api.dialects import CHAT, DONE, TEXT, Dialect, Heading, broken, frame
 from api.errors import errors
-from api.schemas import ChatChoice, ChatCompletionOut, ChatMessageOut, CompletionChoice, CompletionOut, UsageOut
+from api.leaving import ClientLeft, Coming
+from api.schemas import ChatCompletionOut, CompletionOut
 from core import catalog
-from core.errors import InvalidRequest, NotFound, Unavailable
+from core.errors import ContextTooLong, DomainError, Failed, InvalidModel, NotFound, TimedOut, Unavailable
 from core.keys import Account
+from core.sampling import Line
 from core.services import Services
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 
-PATIENCE_SECONDS = 120.0
-"""How long a request may take, all its answers together: the sampler may have to load the model first."""
-AT_ONCE = 16
-"""Requests of one API process that wait for a sampler; more queue up behind them."""
 MAX_TOKENS = 4096
+CLIENT_LEFT = 499
+"""What nginx calls a request whose client has left; nobody reads it."""
 
 
 def _left_out(value: object) -> object:
@@ -47,138 +48,235 @@ def _whole(text: str) -> str:
     return text
 
 
+def _said(text: str) -> str:
+    if not text:
+        raise ValueError("an empty stop text would end every answer at once; leave it out")
+    return text
+
+
 Text = Annotated[str, AfterValidator(_whole)]
 """A text that a tokenizer takes; JSON can spell others."""
+One = TypeVar("One")
+Several = Annotated[list[One], Field(min_length=1, max_length=16)]
+Stop = Annotated[Text, AfterValidator(_said)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+"""A prompt in tokens."""
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
+
+    include_usage: bool | None = False
+    """Tell in a last frame, without choices, how many tokens it took."""
 
 
 class Ask(BaseModel):
-    """What both kinds share. Options that do not change the answer, such as `user`, are ignored, as OpenAI's are."""
+    """What both kinds share. Options that do not change the answer, such as `user`, are ignored, as OpenAI's are.
+
+    Null is the default everywhere.
+    """
 
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
     model: str = Field(min_length=1, max_length=255)
-    """Name of a model."""
-    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    temperature: float = Field(1.0, ge=0, le=2)
+    """Name of a model: a base, the result of a job, or one of its checkpoints."""
+    temperature: float | None = Field(1.0, ge=0, le=2)
     """0 always takes the likeliest token."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float | None = Field(1.0, gt=0, le=1)
+    """Choose among the likeliest tokens that together have this probability."""
     seed: int | None = Field(None, ge=0, lt=2**63)
-    """The same seed gives the same answer."""
-    stop: Text | Annotated[list[Text], Field(max_length=4)] | None = None
-    n: int = Field(1, ge=1, le=8)
+    """The same seed gives the same answer, whoever else is answered meanwhile. The k-th of `n` has the seed plus k."""
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    """Texts that end the answer, and are left out of it."""
+    n: int | None = Field(1, ge=1, le=8)
     """Answers wanted."""
+    stream: bool | None = False
+    """Answer with server-sent events, a frame for each piece of text, and `[DONE]` at last."""
+    stream_options: StreamOptions | None = None
 
-    stream: NotYet = None
-    logprobs: NotYet = None
-    top_logprobs: NotYet = None
-    echo: NotYet = None
-    suffix: NotYet = None
     logit_bias: NotYet = None
-    tools: NotYet = None
-    response_format: NotYet = None
+    frequency_penalty: NotYet = None
+    presence_penalty: NotYet = None
 
-    def request(self, default_tokens: int) -> dict[str, Any]:
+    @field_validator("stream_options")
+    @classmethod
+    def is_for_streams(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if options is not None and not info.data.get("stream"):
+            raise ValueError("this is for streams; set stream to true, or leave it out")
+        return options
+
+    def request(self, max_tokens: int) -> dict[str, Any]:
         """What the sampler is told, the prompt aside."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return {
-            "max_tokens": self.max_tokens or default_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "stop": [stop for stop in stops if stop],
+            "max_tokens": max_tokens,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "stop": [self.stop] if isinstance(self.stop, str) else self.stop or [],
+            # Told apart from any other, and repeatable, also where none was asked for.
+            "seed": secrets.randbelow(2**31) if self.seed is None else self.seed,
+            "n": self.n or 1,
+            "stream": bool(self.stream),
         }
-
-    def seeds(self) -> list[int]:
-        """One for each answer, so that they differ, and with a `seed` can be had again."""
-        first = secrets.randbelow(2**31) if self.seed is None else self.seed
-        return [(first + index) % 2**63 for index in range(self.n)]
 
 
 class CompletionAsk(Ask):
-    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=16)]
+    prompt: Text | Several[Text] | Ids | Several[Ids]
+    """One or several, as text or as token ids."""
+    echo: bool | None = False
+    """Begin the text with the prompt."""
+    max_tokens: int | None = Field(16, ge=0, le=MAX_TOKENS)
+    """0 only looks at the prompt, where `echo` and `logprobs` are set."""
+    logprobs: int | None = Field(None, ge=0, le=20)
+    """Tell each token's log-probability, and those of so many of the likeliest in its place."""
+    best_of: int | None = Field(None, ge=1)
+    suffix: NotYet = None
+
+    @field_validator("max_tokens")
+    @classmethod
+    def gives_some_text(cls, tokens: int | None, info: ValidationInfo) -> int | None:
+        if tokens == 0 and not info.data.get("echo"):
+            raise ValueError("0 gives no text; say 1 or more, or set echo")
+        return tokens
+
+    @field_validator("best_of")
+    @classmethod
+    def is_n(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        if best_of not in {None, info.data.get("n") or 1}:
+            raise ValueError("another number than n is not available here; leave it out")
+        return best_of
+
+
+def _texts(content: Any) -> Any:
+    """The text of content parts, of which no others are taken."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise ValueError('a part must be {"type": "text", "text": …}; models here read text only')
+    return "".join(part["text"] for part in content)
 
 
 class Message(BaseModel):
-    role: str = Field(min_length=1, max_length=32)
-    content: Text
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Text, BeforeValidator(_texts)]
+    """A text, or parts of type `text`."""
 
 
 class ChatAsk(Ask):
     messages: list[Message] = Field(min_length=1, max_length=1024)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    """Default: 256."""
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     """OpenAI's newer name of `max_tokens`."""
+    logprobs: bool | None = False
+    """Tell each token's log-probability."""
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    """And those of so many of the likeliest in its place."""
+    tools: NotYet = None
+    functions: NotYet = None
+    response_format: Any = None
+    """Only `{"type": "text"}`."""
 
-    @model_validator(mode="after")
-    def one_limit(self) -> Self:
-        if self.max_tokens and self.max_completion_tokens:
+    @field_validator("response_format")
+    @classmethod
+    def is_text(cls, form: Any) -> Any:
+        return None if form == {"type": "text"} else _left_out(form)
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def is_the_only_limit(cls, tokens: int | None, info: ValidationInfo) -> int | None:
+        if tokens and info.data.get("max_tokens"):
             raise ValueError("say max_tokens or max_completion_tokens, not both")
-        return self
+        return tokens
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def has_logprobs(cls, top: int | None, info: ValidationInfo) -> int | None:
+        if top is not None and not info.data.get("logprobs"):
+            raise ValueError("this needs logprobs; set that to true")
+        return top
 
 
-@router.post("/completions", responses=errors(NotFound, Unavailable))
-async def complete(ask: CompletionAsk, owner: OwnerDep, services: ServicesDep, request: Request) -> CompletionOut:
+RAISED = errors(ContextTooLong, InvalidModel, NotFound, Failed, Unavailable, TimedOut)
+STREAM = "text/event-stream"
+
+
+@router.post(
+    "/completions",
+    response_model=CompletionOut,
+    responses=RAISED | {200: {"content": {STREAM: {"schema": {"type": "string"}}}}},
+)
+async def complete(ask: CompletionAsk, owner: OwnerDep, services: ServicesDep, request: Request) -> Any:
     """Continue a text."""
-    prompts = [ask.prompt] if isinstance(ask.prompt, str) else ask.prompt
-    requests = [
-        {"prompt": prompt, "seed": seed, **ask.request(default_tokens=16)} for prompt in prompts for seed in ask.seeds()
-    ]
-    answers = await aside(request, partial(sampled, services, owner, ask.model, requests))
-    return CompletionOut(
-        id=f"cmpl-{secrets.token_hex(12)}",
-        created=int(time.time()),
-        model=ask.model,
-        choices=[
-            CompletionChoice(index=index, text=answer["text"], finish_reason=answer["finish_reason"])
-            for index, answer in enumerate(answers)
-        ],
-        usage=usage(answers),
-    )
+    asked = ask.request(16 if ask.max_tokens is None else ask.max_tokens)
+    asked |= {"prompt": ask.prompt, "logprobs": ask.logprobs, "echo": bool(ask.echo)}
+    return await answered(TEXT, ask, asked, owner, services, request)
 
 
-@router.post("/chat/completions", responses=errors(NotFound, Unavailable))
-async def chat(ask: ChatAsk, owner: OwnerDep, services: ServicesDep, request: Request) -> ChatCompletionOut:
+@router.post(
+    "/chat/completions",
+    response_model=ChatCompletionOut,
+    responses=RAISED | {200: {"content": {STREAM: {"schema": {"type": "string"}}}}},
+)
+async def chat(ask: ChatAsk, owner: OwnerDep, services: ServicesDep, request: Request) -> Any:
     """Answer in a conversation, through the model's chat template."""
-    messages = [message.model_dump() for message in ask.messages]
-    options = ask.request(default_tokens=ask.max_completion_tokens or 256)
-    requests = [{"messages": messages, "seed": seed, **options} for seed in ask.seeds()]
-    answers = await aside(request, partial(sampled, services, owner, ask.model, requests))
-    return ChatCompletionOut(
-        id=f"chatcmpl-{secrets.token_hex(12)}",
-        created=int(time.time()),
-        model=ask.model,
-        choices=[
-            ChatChoice(
-                index=index,
-                message=ChatMessageOut(content=answer["text"]),
-                finish_reason=answer["finish_reason"],
-            )
-            for index, answer in enumerate(answers)
-        ],
-        usage=usage(answers),
-    )
+    asked = ask.request(ask.max_tokens or ask.max_completion_tokens or 256)
+    asked |= {"messages": [message.model_dump() for message in ask.messages]}
+    asked |= {"logprobs": (ask.top_logprobs or 0) if ask.logprobs else None}
+    return await answered(CHAT, ask, asked, owner, services, request)
 
 
-async def aside(request: Request, call: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """In a thread apart from the other endpoints': however many wait for a sampler, a submit does not wait for them."""
-    return await to_thread.run_sync(call, limiter=request.app.state.sampling)
+async def answered(
+    dialect: Dialect, ask: Ask, asked: dict[str, Any], owner: Account, services: Services, request: Request
+) -> Any:
+    """The whole answer, or a stream of it: what goes wrong before its first line has a status of its own.
+
+    No transaction is open while the sampler thinks.
+    """
+    model = await to_thread.run_sync(partial(named, services, owner, ask.model))
+    heading = Heading.new(dialect.prefix, ask.model)
+    coming = Coming(services.sampler.ask({"model": model, **asked}), request)
+    try:
+        first = await coming.next()
+    except ClientLeft:
+        coming.leave()
+        return Response(status_code=CLIENT_LEFT)
+    except BaseException:
+        coming.leave()
+        raise
+    if not ask.stream:
+        return dialect.whole(heading, first)
+    usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(framed(dialect, heading, first, coming, usage=usage), media_type=STREAM, headers=headers)
 
 
-def sampled(services: Services, owner: Account, model: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The sampler's answers, one after the other; no transaction is open while it thinks."""
+async def framed(
+    dialect: Dialect, heading: Heading, line: Line, coming: Coming, *, usage: bool
+) -> AsyncIterator[bytes]:
+    """Frames of an answer from its first line on. An error in the midst is one too, and then nothing comes."""
+    begun: set[int] = set()
+    try:
+        while True:
+            for choice in line["choices"]:
+                for chunk in dialect.chunks(heading, choice, begins=choice["index"] not in begun):
+                    yield frame(chunk)
+                begun.add(choice["index"])
+            if "usage" in line:
+                break
+            line = await coming.next()
+        if usage:
+            yield frame(dialect.counted(heading, line))
+        yield DONE
+    except ClientLeft:
+        return
+    except DomainError as error:
+        yield broken(error)
+    finally:
+        coming.leave()
+
+
+def named(services: Services, owner: Account, model: str) -> str:
+    """The name by which samplers find the model."""
     with services.db.session() as session:
-        # Samplers find models by their rows.
-        name = catalog.known(session, owner, model, models=services.settings.models).id
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    answers = []
-    for request in requests:
-        left = max(0.001, deadline - time.monotonic())
-        answer = services.sampler.ask({"model": name, **request}, timeout=left)
-        if "error" in answer:
-            raise InvalidRequest(str(answer["error"]), param="model")
-        answers.append(answer)
-    return answers
-
-
-def usage(answers: list[dict[str, Any]]) -> UsageOut:
-    prompt = sum(answer["prompt_tokens"] for answer in answers)
-    completion = sum(answer["completion_tokens"] for answer in answers)
-    return UsageOut(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        return catalog.known(session, owner, model, models=services.settings.models).id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
@@ -21,7 +23,7 @@ from core import broker, sampling
 from core.bell import Bell
 from core.errors import Unavailable
 from core.queue import CONTROL, Queue, node_queue
-from core.sampling import Sampler
+from core.sampling import Line, Patience, Sampler
 from core.settings import Settings
 
 DEADLINE_SECONDS = 30.0
@@ -207,36 +209,61 @@ def test_a_thread_hears_rings_until_it_is_told_to_end(settings: Settings, server
 # Samples
 
 
-def test_a_sampler_answers_the_one_who_asked(settings: Settings, client: redis.Redis) -> None:
+def ask(url: str, patience: Patience | None = None) -> list[Line]:
+    """The lines of the answer to a request."""
+
+    async def lines() -> list[Line]:
+        async with aclosing(Sampler(url).ask({"prompt": "hello"}, patience)) as coming:
+            return [line async for line in coming]
+
+    return asyncio.run(lines())
+
+
+def test_a_sampler_answers_the_one_who_asked_line_by_line(settings: Settings, client: redis.Redis) -> None:
     client.set(sampling.ALIVE, b"1", ex=sampling.ALIVE_SECONDS)
+    said = [{"choices": ["hello"]}, {"choices": ["!"], "usage": {}}]
 
     def answer() -> None:
         _, raw = client.brpop([sampling.REQUESTS], timeout=DEADLINE_SECONDS)  # type: ignore[misc]
         request = json.loads(raw)
-        client.rpush(sampling.answers(request["id"]), json.dumps({"text": request["prompt"] + "!"}))
+        for line in ({"taken": "somebody"}, *said):
+            client.rpush(sampling.answers(request["id"]), json.dumps(line))
 
     thread = Thread(target=answer)
     thread.start()
-    assert Sampler(settings.redis).ask({"prompt": "hello"}, timeout=DEADLINE_SECONDS) == {"text": "hello!"}
+    assert ask(settings.redis) == said
     thread.join(DEADLINE_SECONDS)
     client.delete(sampling.ALIVE)
+    assert client.keys("trainshed:sample:*") == []
 
 
 def test_without_a_sampler_the_asker_is_told_at_once(settings: Settings, client: redis.Redis) -> None:
     assert not Sampler(settings.redis).is_alive()
     with pytest.raises(Unavailable, match="No sampler is online"):
-        Sampler(settings.redis).ask({"prompt": "hello"})
+        ask(settings.redis)
 
 
-def test_a_sampler_that_does_not_answer_leaves_nothing_in_the_list(settings: Settings, client: redis.Redis) -> None:
+def test_a_sampler_that_does_not_begin_leaves_nothing_in_the_list(settings: Settings, client: redis.Redis) -> None:
     client.set(sampling.ALIVE, b"1", ex=sampling.ALIVE_SECONDS)
-    with pytest.raises(Unavailable, match="No answer"):
-        Sampler(settings.redis).ask({"prompt": "hello"}, timeout=0.1)
+    with pytest.raises(Unavailable, match="No sampler began"):
+        ask(settings.redis, Patience(begin=0.1))
     assert client.llen(sampling.REQUESTS) == 0
+    assert client.keys("trainshed:sample:*") == []
     client.delete(sampling.ALIVE)
+
+
+def test_where_too_many_wait_the_next_is_told(
+    settings: Settings, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "MOST_WAITING", 1)
+    client.set(sampling.ALIVE, b"1", ex=sampling.ALIVE_SECONDS)
+    client.lpush(sampling.REQUESTS, b"{}")
+    with pytest.raises(Unavailable, match="try again later"):
+        ask(settings.redis)
+    client.delete(sampling.ALIVE, sampling.REQUESTS)
 
 
 def test_without_a_broker_there_is_no_sample() -> None:
     with pytest.raises(Unavailable, match="broker"):
-        Sampler("redis://127.0.0.1:1/0").ask({"prompt": "hello"})
+        ask("redis://127.0.0.1:1/0")
     assert not Sampler("redis://127.0.0.1:1/0").is_alive()
