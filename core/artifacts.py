@@ -45,8 +45,7 @@ def publish(services: Services, job: Job, export: Path) -> None:
     """
     found = _verified(export)
     prefix = f"jobs/{job.id}/{job.attempt}/artifacts"
-    has_model = any(file.kind == "model" for file in found)
-    shape = catalog.shape_of(export / "model") if has_model else None
+    shape = catalog.shape_of(export / "model") if any(file.kind == "model" for file in found) else None
 
     def listed() -> bool:
         with services.db.reading() as session:
@@ -76,6 +75,10 @@ def _list(services: Services, job: Job, prefix: str, found: Sequence[_Found], sh
         )
         if shape is not None:
             held.result_model = catalog.publish_result(session, held, prefix=f"{prefix}/model", shape=shape).id
+        elif any(file.kind == "adapter" for file in found):
+            shape = ModelShape.model_validate(catalog.trained_shape(session, held))
+            prefix = f"{prefix}/adapter"
+            held.result_model = catalog.publish_result(session, held, prefix=prefix, shape=shape, is_adapter=True).id
 
 
 def of_job(session: Session, job_id: str) -> Sequence[Artifact]:

@@ -1,4 +1,4 @@
-"""Models by name: bases in the models directory, found by folder, and results of jobs."""
+"""Models by name: bases in the models directory, found by folder, results of jobs, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from sqlalchemy.orm import Session
 
 from core.errors import InvalidModel, InvalidSpec, NotFound
 from core.keys import Account
-from core.models import Job, Model
+from core.models import Checkpoint, Job, Model
 from core.resolve import BaseFacts
 from engine import families
-from engine.config import ModelShape
+from engine.config import ModelShape, RunConfig
 
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+CHECKPOINT, ADAPTER = "checkpoint:", "adapter:"
 _MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
 
 
 def get(session: Session, owner: Account, name: str, *, models: Path) -> Model:
-    """A model that the owner may use. A folder that nobody registered is returned too, and not yet in the session."""
+    """A model that the owner may use. A folder that nobody registered, or a checkpoint, is not in the session."""
     if row := session.scalars(_visible(owner).where(Model.id == name)).one_or_none():
         return row
+    if checkpoint := _of_checkpoint(session, owner, name):
+        return checkpoint
     folder = models / name
     # A name that another project took is not free for a folder, or one would see that it is there.
     if _FOLDER.fullmatch(name) and _is_model(folder) and session.get(Model, name) is None:
@@ -57,12 +60,22 @@ def discover(models: Path) -> Iterator[Model]:
 
 
 def known(session: Session, owner: Account, name: str, *, models: Path) -> Model:
-    """`get`, and the model's row is there afterwards, so that other processes find it by its name."""
+    """`get`, and other processes find the model by its name afterwards, by `source_of`."""
     model = get(session, owner, name, models=models)
+    if model.source.startswith(CHECKPOINT):
+        # It has a row of its own, and goes when that goes.
+        return model
     if model not in session and not _insert(session, model):
         # Somebody else wanted the same folder at this moment.
         model = get(session, owner, name, models=models)
     return model
+
+
+def source_of(session: Session, name: str) -> str | None:
+    """Where the files of a model lie, as `Model.source` says it; None where there is no such model any more."""
+    if model := session.get(Model, name):
+        return model.source
+    return f"{CHECKPOINT}{name}" if session.get(Checkpoint, name) else None
 
 
 def facts(session: Session, owner: Account, name: str, *, models: Path, param: str = "model.base") -> BaseFacts:
@@ -91,9 +104,12 @@ def register(session: Session, owner: Account, name: str, source: str | Mapping[
     return model
 
 
-def publish_result(session: Session, job: Job, *, prefix: str, shape: ModelShape) -> Model:
-    """Name what a job made. Calling it again, by a later attempt, moves the name to the newer files."""
-    source, sizes = f"storage:{prefix}", shape.model_dump(mode="json")
+def publish_result(session: Session, job: Job, *, prefix: str, shape: ModelShape, is_adapter: bool = False) -> Model:
+    """Name what a job made. Calling it again, by a later attempt, moves the name to the newer files.
+
+    An adapter without a model is one together with the job's base.
+    """
+    source, sizes = f"{ADAPTER}{job.id}:{prefix}" if is_adapter else f"storage:{prefix}", shape.model_dump(mode="json")
     if job.result_model is not None and (model := session.get(Model, job.result_model)):
         model.source, model.shape = source, sizes
         session.flush()
@@ -164,6 +180,38 @@ def _of_folder(name: str, folder: Path) -> Model:
     created = (folder / "config.json").stat().st_mtime
     shape = shape_of(folder).model_dump(mode="json")
     return Model(id=name, project_id=None, source=f"dir:{folder.name}", shape=shape, created_at=created)
+
+
+def _of_checkpoint(session: Session, owner: Account, name: str) -> Model | None:
+    query = (
+        select(Checkpoint, Job)
+        .join(Job, Job.id == Checkpoint.job_id)
+        .where(Checkpoint.id == name, Job.project_id == owner.project_id)
+    )
+    if (found := session.execute(query).one_or_none()) is None:
+        return None
+    checkpoint, job = found
+    return Model(
+        id=checkpoint.id,
+        project_id=job.project_id,
+        job_id=job.id,
+        source=f"{CHECKPOINT}{checkpoint.id}",
+        shape=trained_shape(session, job),
+        created_at=checkpoint.created_at,
+    )
+
+
+def trained_shape(session: Session, job: Job) -> dict[str, Any]:
+    """The sizes of what a job trains: as it says, or its base's."""
+    run = RunConfig.model_validate(job.run_config)
+    if run.model is not None:
+        return run.model.model_dump(mode="json")
+    name = job.base_model or ""
+    if checkpoint := session.get(Checkpoint, name):
+        return trained_shape(session, session.get_one(Job, checkpoint.job_id))
+    if (base := session.get(Model, name)) is None:
+        raise InvalidModel(f"The base of job {job.id}, {job.base_model}, is gone.", param="model")
+    return base.shape
 
 
 def _named_folder(name: str, source: str, models: Path) -> Model:

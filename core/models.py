@@ -243,7 +243,7 @@ class Model(Base):
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
     """The job that made it."""
     source: Mapped[str] = mapped_column(Text)
-    """`dir:<folder>` beneath the models directory, or `storage:<prefix>`."""
+    """`dir:<folder>` beneath the models directory, `storage:<prefix>`, or `adapter:<job>:<prefix>` on its base."""
     shape: Mapped[dict[str, Any]]
     """`engine.config.ModelShape`."""
     created_at: Mapped[float] = mapped_column(default=database_now())

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 from sqlalchemy.orm import Session
 
-from core import checkpoints
+from core import catalog, checkpoints
 from core.errors import NotFound
-from core.models import Checkpoint, File, Job, Model
+from core.models import Checkpoint, File, Job
 from core.services import Services
+from core.settings import trainer_environment
 from core.spec import JobSpec
 from core.storage import Storage
 from engine.config import RunConfig
@@ -20,6 +25,8 @@ from engine.events import ErrorCode
 
 SPEC = "spec.json"
 """What was asked for, beside `run.json`; the engine only puts it into the manifest."""
+EXPORT = (sys.executable, "-m", "engine", "export")
+EXPORT_SECONDS = 600.0
 
 log = structlog.get_logger(__name__)
 
@@ -38,14 +45,14 @@ def stage(services: Services, job: Job, run_dir: Path) -> RunConfig:
     run = RunConfig.model_validate(job.run_config)
     with services.db.reading() as session:
         uploads = [(path, _file(session, id_)) for path, id_ in _uploads(run, JobSpec.model_validate(job.spec))]
-        base = _model(session, job) if run.base is not None else None
+        base = _source(session, job) if run.base is not None else None
         checkpoint = checkpoints.latest(session, job.id)
         best = checkpoints.best(session, checkpoint) if checkpoint is not None else None
     run_dir.mkdir(parents=True)
     for path, file in uploads:
         _fetch(services.storage, file, run_dir / path)
     if run.base is not None and base is not None:
-        stage_model(services, base.source, run_dir / run.base)
+        stage_model(services, base, run_dir / run.base)
     if checkpoint is not None:
         run = run.model_copy(update={"resume": _resume(services.storage, checkpoint, run_dir)})
     if best is not None:
@@ -79,15 +86,23 @@ def _fetch(storage: Storage, file: File, path: Path) -> None:
         raise Unusable("invalid_data", f"the content of {file.id} is gone from storage") from error
 
 
-def _model(session: Session, job: Job) -> Model:
-    if job.base_model is not None and (model := session.get(Model, job.base_model)):
-        return model
+def _source(session: Session, job: Job) -> str:
+    if job.base_model is not None and (source := catalog.source_of(session, job.base_model)):
+        return source
     raise Unusable("invalid_model", f"the model {job.base_model} is gone")
 
 
 def stage_model(services: Services, source: str, folder: Path) -> None:
-    """Bring the files of a model to `folder`, by its `Model.source`; a folder on this host is only linked to."""
+    """Bring the files of a model to `folder`, by its `Model.source`; a folder on this host is only linked to.
+
+    What lies in storage as a checkpoint, or as an adapter, is made a model of here.
+    """
     kind, _, where = source.partition(":")
+    if kind in {"checkpoint", "adapter"}:
+        with services.db.reading() as session:
+            part = _part(session, kind, where)
+        _make_model(services, part, folder)
+        return
     if kind == "dir":
         local = services.settings.models / where
         if not local.is_dir():
@@ -100,6 +115,66 @@ def stage_model(services: Services, source: str, folder: Path) -> None:
         services.storage.get_tree(where, folder)
     except NotFound as error:
         raise Unusable("invalid_model", f"the model's files are gone from storage: {where}") from error
+
+
+@dataclass(frozen=True)
+class Part:
+    """What becomes a model together with its job's run, and with the base if there is one."""
+
+    kind: str
+    """checkpoint or adapter"""
+    prefix: str
+    """Of its files in storage."""
+    run: RunConfig
+    base: str | None
+    """Source of the base."""
+
+
+def _part(session: Session, kind: str, where: str) -> Part:
+    if kind == "checkpoint":
+        checkpoint = session.get(Checkpoint, where)
+        if checkpoint is None:
+            raise Unusable("invalid_model", f"the checkpoint {where} is gone; its job keeps only the newest ones")
+        job_id, prefix = checkpoint.job_id, checkpoint.storage_prefix
+    else:
+        job_id, _, prefix = where.partition(":")
+    job = session.get_one(Job, job_id)
+    run = RunConfig.model_validate(job.run_config)
+    return Part(kind, prefix, run, _source(session, job) if run.base is not None else None)
+
+
+def _make_model(services: Services, part: Part, folder: Path) -> None:
+    work = folder.with_name(f"{folder.name}.parts")
+    work.mkdir(parents=True)
+    try:
+        try:
+            services.storage.get_tree(part.prefix, work / part.kind)
+        except NotFound as error:
+            raise Unusable("invalid_model", f"the {part.kind}'s files are gone from storage: {part.prefix}") from error
+        if part.run.base is not None and part.base is not None:
+            (work / part.run.base).parent.mkdir(parents=True, exist_ok=True)
+            stage_model(services, part.base, work / part.run.base)
+        _write(work / "run.json", part.run.model_dump_json(indent=2))
+        made = subprocess.run(
+            [*EXPORT, str(work / "run.json"), f"--{part.kind}", str(work / part.kind), "--into", str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=trainer_environment(()),
+            timeout=EXPORT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unusable("stalled", f"no model was made of the {part.kind} within {EXPORT_SECONDS:g} s") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    if made.returncode:
+        shutil.rmtree(folder, ignore_errors=True)
+        log.warning("no model made", part=part.kind, error=made.stderr[-2000:])
+        last = made.stderr.strip().rpartition("\n")[2] or f"exit code {made.returncode}"
+        raise Unusable("invalid_model", f"no model can be made of the {part.kind}: {last}")
 
 
 def _resume(storage: Storage, checkpoint: Checkpoint, run_dir: Path) -> Path:
