@@ -445,13 +445,18 @@ def chat(
             typer.echo("An empty line or Ctrl-D ends the conversation.", err=True)
         while said := message or ask():
             messages.append({"role": "user", "content": said})
-            answer = trainshed.chat(model, messages, max_tokens=max_tokens, temperature=temperature)
-            reply = answer["choices"][0]["message"]
-            messages.append({"role": "assistant", "content": reply["content"]})
+            options: Json = {"max_tokens": max_tokens, "temperature": temperature}
             if as_json:
+                answer = trainshed.chat(model, messages, **options)
+                reply = answer["choices"][0]["message"]["content"]
                 show_json(answer)
             else:
-                typer.echo(reply["content"])
+                reply = ""
+                for piece in trainshed.chat_stream(model, messages, **options):
+                    typer.echo(piece, nl=False)
+                    reply += piece
+                typer.echo()
+            messages.append({"role": "assistant", "content": reply})
             if message:
                 return
 

@@ -217,6 +217,25 @@ class Client:
         body = {"model": model, "messages": messages, **options}
         return self._json("POST", "v1/chat/completions", json=body, timeout=None)
 
+    def chat_stream(self, model: str, messages: list[Json], **options: Any) -> Iterator[str]:
+        """The answer, piece by piece as it is made. Raises ApiError where it breaks off."""
+        body = {"model": model, "messages": messages, **options, "stream": True}
+        try:
+            with self.http.stream("POST", "v1/chat/completions", json=body, timeout=None) as response:
+                _raise_for(response)
+                for line in response.iter_lines():
+                    data = line.removeprefix("data: ")
+                    if not data or data == "[DONE]":
+                        continue
+                    chunk: Json = json.loads(data)
+                    if "error" in chunk:
+                        raise ApiError(response.status_code, chunk["error"], response.headers.get("x-request-id"))
+                    yield from (text for choice in chunk["choices"] if (text := choice["delta"].get("content")))
+        except httpx.ConnectError as error:
+            raise Unreachable(f"no server answers at {self.http.base_url}: {error}") from error
+        except httpx.TransportError as error:
+            raise Unreachable(f"the answer broke off: {error}") from error
+
     def keys(self) -> list[Json]:
         data: list[Json] = self._json("GET", "v1/keys")["data"]
         return data
