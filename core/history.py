@@ -18,6 +18,7 @@ from engine.events import (
     Failed,
     Finished,
     Log,
+    Outliers,
     Started,
     Step,
 )
@@ -61,6 +62,11 @@ def append(session: Session, job: Job, event: Event) -> None:
             job.progress = job.progress | {"validation_loss": event.loss} | best
         case CheckpointSaved():
             return
+        case Outliers():
+            # Who uploaded a file knows it by its id.
+            ids = dict(zip(job.run_config["data"]["train"], job.spec["data"]["train"], strict=True))
+            named = tuple(each.model_copy(update={"file": ids[each.file]}) for each in event.documents)
+            event = event.model_copy(update={"documents": named})
         case Finished():
             told = {"stopped_early": event.stopped_early, "exported_step": event.exported_step, "eta_seconds": 0.0}
             job.progress = job.progress | told
@@ -150,6 +156,11 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     ),
     "step": lambda event: f"step {event.step}: loss {event.loss:.4f}",
     "evaluated": lambda event: f"step {event.step}: validation loss {event.loss:.4f}",
+    "outliers": lambda event: (
+        "examples with the highest loss: "
+        + ", ".join(f"{each.file} line {each.line} ({each.loss:.2f})" for each in event.documents[:3])
+        + (", …" if len(event.documents) > 3 else "")
+    ),
     "log": lambda event: event.message,
     "progress": lambda event: f"{event.phase}: {event.done:,} of {event.total:,} {event.unit}",
     "finished": lambda event: (

@@ -575,6 +575,9 @@ class Training(Part):
     besides the newest."""
     early_stopping: EarlyStopping | None = None
     """None takes all steps."""
+    outliers: int = Field(10, ge=0, le=1000)
+    """Training documents to name at the end, with file and line, of those whose loss lies furthest above their step's;
+    dpo names none."""
     non_finite: Literal["stop", "skip", "roll_back"] = "stop"
     """What follows a loss or a gradient that is not finite. stop: the run fails, naming the rows; skip: the step makes
     no update; roll_back: the run goes back to its last checkpoint, or to its start, and leaves out the rows since

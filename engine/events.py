@@ -130,6 +130,34 @@ class Evaluated(EventBase):
     """Share of the pairs whose better answer has gained more."""
 
 
+class Outlier(BaseModel):
+    """A training document that is learned worse than others."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    file: str
+    """Relative to the run directory."""
+    line: int
+    loss: float
+    """Mean over its label tokens, in nats, before the update of the last step that trained on it."""
+    step: int
+    """That step."""
+    step_loss: float
+    """The loss of that whole step."""
+
+
+class Outliers(EventBase):
+    """Training is over, or told to stop: where its data may be wrong."""
+
+    type: Literal["outliers"] = "outliers"
+    step: int
+    since_step: int
+    """Documents are judged by what this and later steps found, before which this attempt took none."""
+    documents: tuple[Outlier, ...]
+    """Those whose loss lies furthest above their step's, the furthest first. A row may hold several, a long text be
+    several."""
+
+
 class CheckpointSaved(EventBase):
     """A checkpoint is whole on disk."""
 
@@ -202,7 +230,7 @@ class Failed(EventBase):
 
 
 Event = Annotated[
-    Started | Step | Evaluated | CheckpointSaved | Log | Progress | Finished | Stopped | Failed,
+    Started | Step | Evaluated | Outliers | CheckpointSaved | Log | Progress | Finished | Stopped | Failed,
     Field(discriminator="type"),
 ]
 

@@ -41,6 +41,9 @@ class LossParts:
     """int64 scalar: labels whose logit is the largest."""
     compared: Tensor | None = None
     """fp64: the last four of `SUMS`, where answers are compared in pairs; None: there are none."""
+    losses_BS: Tensor | None = None
+    """fp32: of what `loss_sum` is summed, each label's on whatever token of this context rank; None: it is no such sum.
+    Carries no gradient."""
     log_probs_BP2: Tensor | None = None
     """fp64 log-probability of each answer of each pair, of all its labels on whatever rank; None: there are none."""
 
@@ -108,10 +111,10 @@ def vocab_loss(
     no gradient. The weight's gradient is summed over chunks in fp32. With a `scale`, by which the caller will multiply
     the loss, it goes straight to its landing, if it has one, and the backward pass has none of it.
     """
-    loss_sum, correct = _VocabLoss.apply(  # type: ignore[no-untyped-call]
+    loss_sum, correct, losses_BS = _VocabLoss.apply(  # type: ignore[no-untyped-call]
         x_BSD, weight_VD, batch.labels_BT, batch.weights_BT, axis, scale, chunk_logits, torch.is_grad_enabled()
     )
-    return LossParts(loss_sum, (batch.labels_BT != IGNORE).sum(), correct)
+    return LossParts(loss_sum, (batch.labels_BT != IGNORE).sum(), correct, losses_BS=losses_BS)
 
 
 def weighted_loss(
@@ -130,7 +133,7 @@ def weighted_loss(
     """
     if not torch.is_grad_enabled():
         return x_BSD.new_zeros((), dtype=torch.float32)
-    loss_sum, _ = _VocabLoss.apply(  # type: ignore[no-untyped-call]
+    loss_sum, _, _ = _VocabLoss.apply(  # type: ignore[no-untyped-call]
         x_BSD, weight_VD, labels_BT, weights_BT, axis, scale, chunk_logits, True
     )
     return cast(Tensor, loss_sum)
@@ -164,7 +167,7 @@ class _VocabLoss(torch.autograd.Function):
         scale: float | None,
         chunk_logits: int,
         learns: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         x_needed, weight_needed = (learns and needed for needed in ctx.needs_input_grad[:2])
         x_BTD = start_gather_tokens(x_BSD, axis).wait()
         x_MD, labels_M = x_BTD.flatten(0, 1), labels_BT.flatten()
@@ -184,11 +187,12 @@ class _VocabLoss(torch.autograd.Function):
         ctx.save_for_backward(summed, grad_VD if landing is None else None)
         ctx.weight_dtype = weight_VD.dtype
         correct = (first_M & (labels_M != IGNORE)).sum()
-        ctx.mark_non_differentiable(correct)
-        return loss_M.sum(dtype=torch.float64).float(), correct
+        losses_BT = loss_M.view_as(labels_BT)
+        ctx.mark_non_differentiable(correct, losses_BT)
+        return loss_M.sum(dtype=torch.float64).float(), correct, losses_BT
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_BSD, grad_VD = ctx.saved_tensors
         grad_x = None if grad_BSD is None else scaled(grad_BSD, grad, grad_BSD.dtype)
         grad_weight = None if grad_VD is None else scaled(grad_VD, grad, ctx.weight_dtype)

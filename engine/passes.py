@@ -7,7 +7,7 @@ B rows, S tokens of this rank, D features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 import torch
@@ -32,11 +32,13 @@ class Passes:
         self.forward, self.backward = Channel(mesh, forward=True), Channel(mesh, forward=False)
         self.whereabouts = mesh.stopwatch.whereabouts
 
-    def train(self, batches: Sequence[Batch], *, labels: int) -> Tensor:
+    def train(
+        self, batches: Sequence[Batch], *, labels: int, tell: Callable[[Batch, LossParts], None] | None = None
+    ) -> Tensor:
         """Leave the gradients of the mean loss over the `labels` of the global batch, or what else it is a mean over.
 
         Returns the sums that `SUMS` names, over this replica's batches, in fp64: the same on every tensor rank of the
-        last stage, and 0 elsewhere.
+        last stage, and 0 elsewhere. Where the last stage is, `tell` gets each batch with what the model makes of it.
         """
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.decoder.device)
         if not batches:
@@ -62,6 +64,8 @@ class Passes:
             output = self.decoder.run(turn.chunk, batches[turn.micro], received, scale=scale)
             if isinstance(output, LossParts):
                 sums += output.sums()
+                if tell is not None:
+                    tell(batches[turn.micro], output)
                 output = output.loss_sum * scale
             else:
                 self.forward.send(output.detach(), room=behind)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import checkpoint, reference
+from engine import checkpoint, events, reference
 from engine.batch import Batch
 from engine.checkpoint import Facts
 from engine.config import EarlyStopping, RunConfig
@@ -33,6 +33,7 @@ from engine.loss import SUMS, means
 from engine.makings import blame, ready_data, ready_model, ready_optimizer
 from engine.mesh import Mesh, build
 from engine.model import Decoder, whole_shapes
+from engine.outliers import Outliers
 from engine.passes import Passes
 from engine.plan import budget
 from engine.progress import Reporter
@@ -74,6 +75,7 @@ def train(run: RunConfig, run_dir: Path, emit: Emit, wish: StopWish, whereabouts
     work.announce()
     with work.saver:
         done = work.all_steps()
+    work.tell_outliers()
     if not done:
         emit(Stopped(step=work.step))
     else:
@@ -121,6 +123,7 @@ class Work:
         self.optimizer = ready_optimizer(decoder, training)
         self.passes = Passes(decoder)
         self.loader = self._loader(prepared.train)
+        self.outliers = Outliers(self.loader, decoder.context, most=training.outliers)
         self.replayed = budget.replayed_by_layer(run, decoder.shape)
         """Operations that are run again in backward, of each layer of the whole model."""
         self.step = 0
@@ -260,12 +263,13 @@ class Work:
         """Train on one global batch."""
         number = self.step + 1
         lr = learning_rate(number, total_steps=self.total_steps, training=self.run.training)
-        sums = self.passes.train(batches, labels=agreed.labels)
+        tally = self.outliers.tally(self.step)
+        sums = self.passes.train(batches, labels=agreed.labels, tell=tally.add)
         norm = self.optimizer.sum_gradients()
         # The norm had the host wait for the device, so that the time of all before it can be read.
         spent = self.stopwatch.lap()
-        summed, times = self._over_ranks(sums, list(spent.values()))
-        told = means(summed)
+        summed, times = self._over_ranks(torch.cat([sums, tally.sums]), list(spent.values()))
+        told = means(summed[: len(sums)])
         loss = told["loss"]
         if not (isfinite(loss) and isfinite(norm)):
             raise in_step(
@@ -282,6 +286,8 @@ class Work:
         parts = {part: time / self.run.parallel.ranks for part, time in zip(spent, times, strict=True)}
         tokens, pairs = self.loader.tokens(self.step), self.loader.pairs(self.step)
         self.step, self.tokens = number, self.tokens + tokens
+        if self.mesh.world_rank == 0:
+            self.outliers.note(number, tally, summed[len(sums) :], loss=loss)
         self.emit(
             Step(
                 step=number,
@@ -372,6 +378,12 @@ class Work:
                 best_step=saved.facts.course.best_step if self.run.training.keep_best else None,
             )
         )
+
+    def tell_outliers(self) -> None:
+        """Emit which training documents are learned worst, where that was watched."""
+        if documents := self.outliers.worst(self.run.data.train):
+            since = self.outliers.since_step
+            self.emit(events.Outliers(step=self.step, since_step=since, documents=documents))
 
     def choose(self) -> int:
         """Take the weights to export, those of the best step where the run asks for them; the step they are of."""

@@ -134,6 +134,11 @@ class Rows:
             documents.append(Document(file, line, np.asarray(self._tokens[place]), np.asarray(self._trained[place])))
         return documents
 
+    def origin(self, document: int) -> tuple[int, int]:
+        """File number and line of a document, by its place among those of all rows."""
+        segment = self._segments[self._members[document]]
+        return int(segment["file"]), int(segment["line"])
+
     def origins(self, index: int) -> list[tuple[int, int]]:
         """File number and line of each document in a row."""
         segments = self._segments[self._members[self.place(index)]]

@@ -11,7 +11,7 @@ from core.failures import of_event
 from core.keys import Account
 from core.models import Job
 from core.states import JobState
-from engine.events import CheckpointSaved, Evaluated, Event, Failed, Finished, Log, Progress, Started
+from engine.events import CheckpointSaved, Evaluated, Event, Failed, Finished, Log, Outlier, Outliers, Progress, Started
 from tests import make
 
 S = JobState
@@ -81,6 +81,25 @@ def test_what_pairs_of_answers_gained_becomes_metrics_of_steps_and_validations(s
     assert kept["token_accuracy"] == [(1, 0.5)]
     for name, value in told.items():
         assert kept[name] == kept[f"validation_{name}"] == [(1, value)]
+
+
+def test_documents_learned_worst_are_told_by_the_id_of_their_file(session: Session) -> None:
+    first, second = make.FILE_ID, make.FILE_ID.replace("0", "f")
+    spec = make.spec(data={"train": [first, second]})
+    run = make.run_config(data={"train": ["data/train-0.txt", "data/train-1.txt"], "format": "text", "seq_len": 32})
+    job = make.job(
+        session,
+        state=S.RUNNING,
+        spec=spec.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        run_config=run.model_dump(mode="json"),
+    )
+    worst = Outlier(file="data/train-1.txt", line=7, loss=9.5, step=1, step_loss=2.0)
+    told = Outliers(seq=2, time=1.0, step=1, since_step=1, documents=(worst,))
+    jobs.record(session, job.id, fence=1, events=[make.step(1), told])
+    last = events.since(session, job.id, 0)[-1]
+    assert last.message == f"examples with the highest loss: {second} line 7 (9.50)"
+    (document,) = last.data["documents"]
+    assert document == {"file": second, "line": 7, "loss": 9.5, "step": 1, "step_loss": 2.0}
 
 
 def test_where_a_steps_time_went_becomes_metrics(session: Session) -> None:
