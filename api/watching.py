@@ -52,7 +52,9 @@ class Picture:
                 self.losses.append(data["loss"])
                 self.mfu, computing = data.get("mfu"), data.get("compute_seconds")
                 self.compute = None if computing is None else computing / data["step_seconds"]
-            case "progress" | "evaluated" | "outliers" | "checkpoint" | "log" | "finished" | "stopped" | "failed":
+            case "progress" | "evaluated" | "outliers" | "samples" | "checkpoint" | "log":
+                self.note = event.data["message"]
+            case "finished" | "stopped" | "failed":
                 self.note = event.data["message"]
 
     @property

@@ -6,7 +6,7 @@ Only for those who hold the lock of the job's row: `jobs.record` and `checkpoint
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
@@ -18,7 +18,10 @@ from engine.events import (
     Failed,
     Finished,
     Log,
+    Outlier,
     Outliers,
+    Sample,
+    Samples,
     Started,
     Step,
 )
@@ -37,6 +40,8 @@ EVALUATION_METRICS = {
     )
 }  # fmt: skip
 """Metric name and the field of `Evaluated` it is."""
+
+Named = TypeVar("Named", Outlier, Sample)
 
 _SMOOTHING = 0.1
 """Weight of the newest step in the mean step time that the ETA is made from."""
@@ -63,10 +68,9 @@ def append(session: Session, job: Job, event: Event) -> None:
         case CheckpointSaved():
             return
         case Outliers():
-            # Who uploaded a file knows it by its id.
-            ids = dict(zip(job.run_config["data"]["train"], job.spec["data"]["train"], strict=True))
-            named = tuple(each.model_copy(update={"file": ids[each.file]}) for each in event.documents)
-            event = event.model_copy(update={"documents": named})
+            event = event.model_copy(update={"documents": _by_id(job, event.documents)})
+        case Samples():
+            event = event.model_copy(update={"samples": _by_id(job, event.samples)})
         case Finished():
             told = {"stopped_early": event.stopped_early, "exported_step": event.exported_step, "eta_seconds": 0.0}
             job.progress = job.progress | told
@@ -123,6 +127,13 @@ def storable(value: Any) -> Any:
             return value
 
 
+def _by_id(job: Job, named: tuple[Named, ...]) -> tuple[Named, ...]:
+    """With the ids of files, by which those who uploaded them know them."""
+    of, paths = job.spec["data"], job.run_config["data"]
+    ids = dict(zip(paths["train"], of["train"], strict=True)) | {paths.get("validation"): of.get("validation")}
+    return tuple(each.model_copy(update={"file": ids[each.file]}) for each in named)
+
+
 def _metrics(session: Session, job: Job, step: int, values: dict[str, float | None]) -> None:
     session.add_all(
         Metric(job_id=job.id, name=name, step=step, value=float(value))
@@ -161,6 +172,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
         + ", ".join(f"{each.file} line {each.line} ({each.loss:.2f})" for each in event.documents[:3])
         + (", …" if len(event.documents) > 3 else "")
     ),
+    "samples": lambda event: f"step {event.step}: answers to validation prompts",
     "log": lambda event: event.message,
     "progress": lambda event: f"{event.phase}: {event.done:,} of {event.total:,} {event.unit}",
     "finished": lambda event: (

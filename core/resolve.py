@@ -584,6 +584,7 @@ def _training(
         keep_best=keep_best,
         early_stopping=EarlyStopping(**ask.early_stopping.model_dump()) if ask.early_stopping else None,
         outliers=ask.outliers,
+        samples=ask.samples,
         non_finite=ask.non_finite,
         max_recoveries=ask.max_recoveries,
     )

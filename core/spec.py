@@ -241,6 +241,9 @@ class TrainingAsk(Ask):
     outliers: Annotated[Whole, Field(ge=0, le=1000)] = 10
     """Training examples named at the end, in the event `outliers`, with file and line: those whose loss lies furthest
     above that of the step they were last trained in. It costs nothing; 0 names none. Under dpo there are none."""
+    samples: Annotated[Whole, Field(ge=0, le=20)] = 0
+    """Validation prompts that the model answers after each validation, in the event `samples`: at most 64 tokens each,
+    the likeliest ones. Not with `parallel.pipeline`."""
     non_finite: Literal["stop", "skip", "roll_back"] = "stop"
     """What follows a loss or a gradient that is not finite. stop: the job fails, naming the lines of data; skip: the
     step makes no update; roll_back: training goes back to the last checkpoint and leaves out the rows since. Of a

@@ -578,6 +578,8 @@ class Training(Part):
     outliers: int = Field(10, ge=0, le=1000)
     """Training documents to name at the end, with file and line, of those whose loss lies furthest above their step's;
     dpo names none."""
+    samples: int = Field(0, ge=0, le=20)
+    """Validation prompts that the model answers after each validation; not in a pipeline."""
     non_finite: Literal["stop", "skip", "roll_back"] = "stop"
     """What follows a loss or a gradient that is not finite. stop: the run fails, naming the rows; skip: the step makes
     no update; roll_back: the run goes back to its last checkpoint, or to its start, and leaves out the rows since
@@ -700,6 +702,13 @@ class RunConfig(Part):
     def _check_validation(self) -> None:
         """Raise ValueError where what follows a validation loss is asked for, and there is none to follow."""
         training = self.training
+        if training.samples and self.data.validation is None:
+            raise ValueError("training.samples answers validation prompts; set data.validation, or leave it out")
+        if training.samples and self.parallel.pipeline > 1:
+            raise ValueError(
+                f"training.samples={training.samples} needs the whole model on each rank, or on those of the tensor "
+                f"axis, and parallel.pipeline is {self.parallel.pipeline}; leave samples out, or set pipeline to 1"
+            )
         if self.export.checkpoint == "best" and not training.keep_best:
             raise ValueError('export.checkpoint "best" needs training.keep_best; set it to true')
         for name, asked in (("keep_best", training.keep_best), ("early_stopping", training.early_stopping)):

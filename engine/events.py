@@ -158,6 +158,31 @@ class Outliers(EventBase):
     several."""
 
 
+class Sample(BaseModel):
+    """What the model says to a validation prompt, taking the likeliest token each time."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    file: str
+    """Relative to the run directory."""
+    line: int
+    prompt: str
+    """As the model reads it, control tokens among it."""
+    text: str
+    finish_reason: Literal["stop", "length"]
+    """stop: the model ended; length: it was cut."""
+    expected: str
+    """What the data has there, cut to as many tokens as `text` may have."""
+
+
+class Samples(EventBase):
+    """What the model says after a validation."""
+
+    type: Literal["samples"] = "samples"
+    step: int
+    samples: tuple[Sample, ...]
+
+
 class CheckpointSaved(EventBase):
     """A checkpoint is whole on disk."""
 
@@ -230,7 +255,7 @@ class Failed(EventBase):
 
 
 Event = Annotated[
-    Started | Step | Evaluated | Outliers | CheckpointSaved | Log | Progress | Finished | Stopped | Failed,
+    Started | Step | Evaluated | Outliers | Samples | CheckpointSaved | Log | Progress | Finished | Stopped | Failed,
     Field(discriminator="type"),
 ]
 

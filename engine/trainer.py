@@ -40,6 +40,7 @@ from engine.progress import Reporter
 from engine.rates import speeds
 from engine.recovery import overlook, recover
 from engine.replicas import Replicas
+from engine.samples import samples
 from engine.saving import Saved, Saver, Stage
 from engine.schedule import learning_rate
 from engine.stop import StopWish
@@ -159,6 +160,12 @@ class Work:
         """The validation loss has not become lower for as long as the run has patience."""
         early = self.run.training.early_stopping
         return early is not None and self.course.waited >= early.patience
+
+    @property
+    def held_out_files(self) -> list[Path]:
+        """What validation rows were made of."""
+        held_out = self.run.data.validation
+        return [held_out] if isinstance(held_out, Path) else list(self.run.data.train)
 
     def refer(self, report: Reporter) -> None:
         """Under dpo, find how likely each answer is before anything is trained, which it is compared with."""
@@ -323,9 +330,7 @@ class Work:
         loss = told["loss"]
         trouble = None
         if not isfinite(loss):
-            held_out = self.run.data.validation
-            files = (held_out,) if isinstance(held_out, Path) else self.run.data.train
-            trouble = in_validation(self.step, loss=loss, loader=loader, files=files, passes=self.passes)
+            trouble = in_validation(self.step, loss=loss, loader=loader, files=self.held_out_files, passes=self.passes)
         self.decoder.train()
         if trouble is not None:
             raise trouble
@@ -333,6 +338,7 @@ class Work:
         self.course = self.course.after(self.step, loss, min_delta=early.min_delta if early else 0.0)
         is_best = self.course.best_step == self.step
         self.emit(Evaluated(step=self.step, **told, tokens=int(sums[SUMS.index("labels")]), is_best=is_best))
+        self.tell_samples(self.prepared.validation)
         if early is not None and self.is_at_rest:
             self.emit(Log(message=f"stopping early after step {self.step}: {at_rest(self.course, early)}"))
 
@@ -378,6 +384,14 @@ class Work:
                 best_step=saved.facts.course.best_step if self.run.training.keep_best else None,
             )
         )
+
+    def tell_samples(self, rows: Rows) -> None:
+        """Emit what the model says to some of the prompts in these rows, where the run asks for it."""
+        if most := self.run.training.samples:
+            self.decoder.eval()
+            said = samples(self.decoder, self.tokenizer, rows, most=most, files=self.held_out_files)
+            self.decoder.train()
+            self.emit(events.Samples(step=self.step, samples=said))
 
     def tell_outliers(self) -> None:
         """Emit which training documents are learned worst, where that was watched."""

@@ -11,7 +11,20 @@ from core.failures import of_event
 from core.keys import Account
 from core.models import Job
 from core.states import JobState
-from engine.events import CheckpointSaved, Evaluated, Event, Failed, Finished, Log, Outlier, Outliers, Progress, Started
+from engine.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Failed,
+    Finished,
+    Log,
+    Outlier,
+    Outliers,
+    Progress,
+    Sample,
+    Samples,
+    Started,
+)
 from tests import make
 
 S = JobState
@@ -100,6 +113,16 @@ def test_documents_learned_worst_are_told_by_the_id_of_their_file(session: Sessi
     assert last.message == f"examples with the highest loss: {second} line 7 (9.50)"
     (document,) = last.data["documents"]
     assert document == {"file": second, "line": 7, "loss": 9.5, "step": 1, "step_loss": 2.0}
+
+
+def test_answers_to_held_out_prompts_are_told_by_the_id_of_their_file(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    said = {"line": 7, "prompt": "2 + 2?", "text": "4", "finish_reason": "stop", "expected": "4"}
+    told = Samples(seq=2, time=1.0, step=1, samples=(Sample.model_validate(said | {"file": "data/train-0.txt"}),))
+    jobs.record(session, job.id, fence=1, events=[make.step(1), told])
+    last = events.since(session, job.id, 0)[-1]
+    assert last.message == "step 1: answers to validation prompts"
+    assert last.data["samples"] == [said | {"file": make.FILE_ID}]
 
 
 def test_where_a_steps_time_went_becomes_metrics(session: Session) -> None:
