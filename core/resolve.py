@@ -114,10 +114,11 @@ def resolve(
     if spec.kind == "finetune" and base is None:
         _refuse("model.base", 'a fine-tune starts from a model: set "model": {"base": "<name>"}')
     data_format = _format(spec, files)
+    objective = _objective(spec, files, data_format)
     method = _method(spec, data_format)
     tokenizer, vocab_size = _tokenizer(spec, files)
     shape = base.shape if base else _shape(spec.model, vocab_size, seq_len=spec.data.seq_len)
-    _check_ids(spec, files, shape.vocab_size)
+    _check_ids(spec, files, "model" if base else "tokenizer", vocab_size or shape.vocab_size)
     if base is None and spec.data.template != "base":
         _refuse("data.template", "a template shows conversations to a base, and there is none here; leave it out")
     lora = _lora(spec, method, shape)
@@ -136,7 +137,7 @@ def resolve(
             model=None if base else shape,
             base=Path("base") if base else None,
             tokenizer=tokenizer,
-            objective=_objective(spec, files, data_format),
+            objective=objective,
             lora=lora,
             dpo=_dpo(method),
             data=Data(
@@ -256,20 +257,38 @@ def _format(spec: JobSpec, files: Mapping[str, FileFacts]) -> Format:
 def _objective(spec: JobSpec, files: Mapping[str, FileFacts], data_format: Format) -> Objective:
     if data_format != "tokens":
         return OBJECTIVES[data_format]
-    masked = any(files[id_].masked for param, id_ in spec.files() if not param.startswith("tokenizer"))
-    if masked and spec.kind == "pretrain":
+    masked = {files[id_].masked: (param, id_) for param, id_ in spec.files() if not param.startswith("tokenizer")}
+    if True in masked and spec.kind == "pretrain":
         _refuse("data.train", 'these ids say which of them are learned, and a pretrain learns all: use kind "finetune"')
-    return "sft" if masked else "pretrain"
+    if len(masked) > 1:
+        # Streams are cut into rows, and documents with a mask stand whole in one.
+        (param, with_mask), (_, without) = masked[True], masked[False]
+        _refuse(
+            param,
+            f"{with_mask} says which of its ids are learned, and {without} does not; give each a loss_mask, of ones "
+            "where all is learned, or train on one kind at a time",
+        )
+    return "sft" if True in masked else "pretrain"
 
 
-def _check_ids(spec: JobSpec, files: Mapping[str, FileFacts], vocab_size: int) -> None:
+def _check_ids(spec: JobSpec, files: Mapping[str, FileFacts], whose: str, vocab_size: int) -> None:
+    """A result's tokenizer must be able to read what its model writes, so its entries count and not the model's."""
     for param, id_ in spec.files():
         largest = files[id_].max_id
-        if largest is not None and largest >= vocab_size:
+        if largest is None:
+            continue
+        if spec.model.base is None and spec.tokenizer is None:
+            _refuse(
+                "tokenizer",
+                f"{id_} is made of ids, and only the tokenizer that made them can read what is learned from them; "
+                'upload its tokenizer.json with the purpose tokenizer and say {"file": "<id>"}, or {"type": "bytes"} '
+                "where the ids are bytes",
+            )
+        if largest >= vocab_size:
             _refuse(
                 param,
-                f"{id_} has the id {largest}, and the model's vocabulary has {vocab_size} entries; the ids must be made"
-                " with the model's own tokenizer",
+                f"{id_} has the id {largest}, and the {whose}'s vocabulary has {vocab_size} entries; the ids must be "
+                f"made with the {'model' if whose == 'model' else 'job'}'s own tokenizer",
             )
 
 

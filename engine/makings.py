@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from engine import lora, weights
-from engine.config import RunConfig, Training
+from engine.config import ModelShape, RunConfig, Training
 from engine.data.format import InvalidData
 from engine.data.prepare import Prepared, load_tokenizer, open_prepared, prepare, tokenizer_for
 from engine.events import ErrorCode
@@ -29,16 +29,16 @@ def ready_data(run: RunConfig, run_dir: Path, mesh: Mesh, report: Reporter) -> t
         if mesh.world_rank == 0:
             with blame("invalid_model"):
                 tokenizer = tokenizer_for(run, run_dir, report)
+                shape = _shape(run, run_dir)
             with blame("invalid_data"):
-                prepare(run, run_dir, tokenizer, report)
+                prepare(run, run_dir, tokenizer, report, vocab_size=shape.vocab_size)
     return load_tokenizer(run_dir), open_prepared(run_dir)
 
 
 def ready_model(run: RunConfig, run_dir: Path, mesh: Mesh, tokenizer: Tokenizer) -> Decoder:
     """The model to train: of random weights, or of the base's, with adapters where the run asks for them."""
     base = None if run.base is None else run_dir / run.base
-    shape = run.model if base is None else weights.read_shape(base)
-    assert shape is not None
+    shape = _shape(run, run_dir)
     if base is not None:
         run.check_shape(shape)
     if tokenizer.vocab_size > shape.vocab_size:
@@ -67,6 +67,14 @@ def ready_model(run: RunConfig, run_dir: Path, mesh: Mesh, tokenizer: Tokenizer)
     if run.objective == "dpo":
         decoder.criterion = partial(preference_loss, context=decoder.context, dpo=run.dpo)
     return decoder.train()
+
+
+def _shape(run: RunConfig, run_dir: Path) -> ModelShape:
+    """As the run says it, or as its base does."""
+    if run.base is not None:
+        return weights.read_shape(run_dir / run.base)
+    assert run.model is not None
+    return run.model
 
 
 def ready_optimizer(decoder: Decoder, training: Training) -> AnyOptimizer:

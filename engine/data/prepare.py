@@ -118,13 +118,20 @@ def load_tokenizer(run_dir: Path) -> Tokenizer:
     return Tokenizer.load(run_dir / "prepared" / "tokenizer")
 
 
-def prepare(run: RunConfig, run_dir: Path, tokenizer: Tokenizer, report: Report) -> Prepared:
-    """Write `prepared/` and open it. Raises InvalidData, naming lines, where the data can't be trained on."""
+def prepare(
+    run: RunConfig, run_dir: Path, tokenizer: Tokenizer, report: Report, *, vocab_size: int | None = None
+) -> Prepared:
+    """Write `prepared/` and open it. Raises InvalidData, naming lines, where the data can't be trained on.
+
+    `vocab_size` is the model's; None: what the run says of its model, or else the tokenizer's.
+    """
+    if vocab_size is None:
+        vocab_size = tokenizer.vocab_size if run.model is None else run.model.vocab_size
     data, folder = run.data, run_dir / "prepared"
     for name in ("train", "validation"):
         shutil.rmtree(folder / name, ignore_errors=True)
     learns_all = run.objective == "pretrain" or data.format == "text"
-    work = _Work(data, tokenizer, report, learns_all)
+    work = _Work(data, tokenizer, report, learns_all, vocab_size)
     train = work.tokenize(data.train, run_dir, folder / "train", "training")
     tables: dict[str, Table | None] = {"train": None, "validation": None}
     if isinstance(data.validation, float):
@@ -195,6 +202,8 @@ class _Tokenized:
     """Segments of an example."""
     bounds: array[int] = field(default_factory=lambda: array("q", [0]))
     """Of the rows of text, in segments; just 0 for the other formats."""
+    short: _Tally = field(default_factory=lambda: _Tally())
+    """Documents of ids in which none follows another."""
 
     @property
     def units(self) -> int:
@@ -223,11 +232,13 @@ class _Work:
     tokenizer: Tokenizer
     report: Report
     learns_all: bool
+    vocab_size: int
+    """Of the model, which may have more entries than the tokenizer."""
     notes: list[str] = field(default_factory=list)
     files: list[FileRead] = field(default_factory=list)
 
     def tokenize(self, files: Sequence[Path], run_dir: Path, folder: Path, name: str) -> _Tokenized:
-        store = Store(folder, self.tokenizer.vocab_size)
+        store = Store(folder, max(self.vocab_size, self.tokenizer.vocab_size))
         try:
             streams = self.data.format == "text" or (self.data.format == "tokens" and self.learns_all)
             write = self._text if streams else self._pairs
@@ -261,6 +272,7 @@ class _Work:
                 store.segments(held)
                 held = []
         store.segments(held)
+        self._note(name, done.counts.examples, done.short, "left out: in fewer than two ids none follows another")
         return done
 
     def _documents(self, source: _Source, store: Store, done: _Tokenized) -> Iterator[tuple[tuple[int, int, int], int]]:
@@ -281,12 +293,39 @@ class _Work:
 
     def _ids(self, source: _Source, store: Store, done: _Tokenized) -> Iterator[tuple[tuple[int, int, int], int]]:
         """Documents of ids as they are: nothing is put before or behind them."""
+        kept = 0
         for count, (file, document) in enumerate(source, 1):
             assert isinstance(document, Ids)
+            self._check_ids(document, source, file)
+            # Of a single id nothing can be predicted, so no row takes it.
+            if len(document.ids) < 2:
+                done.short.add(source.name(file, document.line))
+            else:
+                kept += 1
+            done.counts = Counts(examples=count, kept=kept, untrainable=count - kept)
             start = store.length
             store.append(document.ids)
-            done.counts = Counts(examples=count, kept=count)
             yield (start, file, document.line), len(document.ids)
+
+    def _check_ids(self, document: Ids, source: _Source, file: int) -> None:
+        """Raise InvalidData where the model has no entry for an id, or what the file says is learned would not be."""
+        beyond = np.flatnonzero(document.ids >= self.vocab_size)
+        if len(beyond):
+            problem = Finding(
+                document.line,
+                f"the id is {document.ids[beyond[0]]}, and the model's vocabulary has {self.vocab_size} entries; the "
+                "ids must be made with the model's own tokenizer",
+                field=f"input_ids[{beyond[0]}]",
+            )
+            raise InvalidData([source.named(file, problem)])
+        # Nothing predicts the first id, whatever is said of it.
+        if self.learns_all and document.trained is not None and not document.trained[1:].all():
+            problem = Finding(
+                document.line,
+                "labels or loss_mask say that not all ids here are learned, and a pretrain learns all; set objective "
+                'to "sft", or leave the column out',
+            )
+            raise InvalidData([source.named(file, problem)])
 
     # ---- Chat, completion and preference: examples, each whole in one row ----
 
@@ -300,6 +339,8 @@ class _Work:
             read += 1
             at = source.name(file, example.line)
             assert not isinstance(example, Text)
+            if isinstance(example, Ids):
+                self._check_ids(example, source, file)
             try:
                 judged = judge(
                     self.tokenizer,

@@ -153,8 +153,10 @@ class Store:
     """Writes ids as they come. Documents are appended in pieces; segments of them are named afterwards."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
+        """For ids below `vocab_size`."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.vocab_size = vocab_size
         self.dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
         self.length = 0
         """Ids written so far."""
@@ -163,8 +165,12 @@ class Store:
         }
 
     def append(self, ids: Sequence[int] | Array, trained: Sequence[bool] | None = None) -> None:
-        """Write ids; without `trained` all of them are learned."""
-        self._files["tokens"].write(np.asarray(ids, dtype=self.dtype).tobytes())
+        """Write ids; without `trained` all of them are learned. Raises ValueError for one that has no room here."""
+        given = np.asarray(ids)
+        # NumPy would keep the low bits of a larger one and say nothing.
+        if len(given) and not 0 <= given.min() <= given.max() < self.vocab_size:
+            raise ValueError(f"ids from {given.min()} to {given.max()} are not all among {self.vocab_size} entries")
+        self._files["tokens"].write(given.astype(self.dtype).tobytes())
         marks = np.ones(len(ids), dtype=np.bool_) if trained is None else np.asarray(trained, dtype=np.bool_)
         self._files["trained"].write(marks.tobytes())
         self.length += len(ids)

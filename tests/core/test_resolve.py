@@ -124,7 +124,7 @@ def test_the_shortest_pretrain_is_a_whole_job() -> None:
 
 
 def test_files_of_ids_are_streams_unless_they_say_what_is_learned() -> None:
-    run = resolved(SCRATCH, data={"train": ["file-ids"], "seq_len": 64})
+    run = resolved(SCRATCH, data={"train": ["file-ids"], "seq_len": 64}, tokenizer={"type": "bytes"})
     assert (run.run.objective, run.run.data.format) == ("pretrain", "tokens")
     assert run.run.data.train == (Path("data/train-0.parquet"),)
     assert run.plan["estimated_rows"] == 6400 / 64
@@ -430,6 +430,16 @@ REFUSALS: list[Any] = [
     pytest.param(SCRATCH, {"data": {"train": ["file-chat"]}}, "data.train", 'kind "finetune"', id="chat"),
     pytest.param(SCRATCH, {"data": {"train": ["file-masked"]}}, "data.train", 'kind "finetune"', id="ids with a mask"),
     pytest.param(FINETUNE, {"data": {"train": ["file-foreign"]}}, "data.train.0", "the id 260", id="another's ids"),
+    pytest.param(SCRATCH, {"data": {"train": ["file-ids"]}}, "tokenizer", "tokenizer.json", id="ids of no tokenizer"),
+    pytest.param(
+        SCRATCH | {"model": SCRATCH["model"] | {"vocab_size": 128256}},
+        {"data": {"train": ["file-foreign"]}, "tokenizer": {"type": "bytes"}}, "data.train.0",
+        "the tokenizer's vocabulary has 260 entries", id="ids that bytes are not",
+    ),
+    pytest.param(
+        FINETUNE, {"data": {"train": ["file-masked", "file-ids"]}}, "data.train.0", "file-ids does not",
+        id="some ids with a mask and some without",
+    ),
     pytest.param(
         SCRATCH, {"data": {"train": ["file-ids"]}, "tokenizer": {"train": {"vocab_size": 300}}},
         "tokenizer.train", "no text", id="a tokenizer of ids",

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer as Backend
 from engine.__main__ import main
 from engine.data.chat import encode_chat
 from engine.data.format import InvalidData
-from engine.data.prepare import prepare
-from engine.data.rows import Rows
+from engine.data.prepare import Prepared, prepare
+from engine.data.rows import Rows, Store
 from engine.data.tokens import Ids, inspect, read, write
 from engine.tokenizer import Tokenizer
 from tests.engine.data import make
@@ -211,6 +211,59 @@ def test_ids_become_rows_as_they_are(tmp_path: Path) -> None:
 
     assert documents(whole) == long
     assert whole.labels() == 2
+
+
+def prepared(folder: Path, *, objective: str = "pretrain", vocab_size: int | None = None, **columns: Any) -> Prepared:
+    (folder / "data").mkdir(exist_ok=True)
+    path = parquet(folder / "data", **columns)
+    run = make.run(objective=objective, train=(path.relative_to(folder),), format="tokens", seq_len=8)
+    return prepare(run, folder, Tokenizer.bytes(), make.silent, vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("objective", ["pretrain", "sft"])
+def test_ids_of_a_large_vocabulary_keep_their_value_whatever_the_tokenizer(objective: str, tmp_path: Path) -> None:
+    # Llama 3's entries beside a tokenizer of 260: in two bytes they would be 62464, 4464, 5 and 0.
+    ids = [128000, 70000, 5, 65536]
+
+    assert documents(prepared(tmp_path, objective=objective, vocab_size=128256, input_ids=[ids]).train) == [ids]
+
+
+@pytest.mark.parametrize("objective", ["pretrain", "sft"])
+def test_an_id_that_the_model_has_no_entry_for_is_named(objective: str, tmp_path: Path) -> None:
+    assert len(prepared(tmp_path, objective=objective, vocab_size=300, input_ids=[[1, 299]]).train) == 1
+    with pytest.raises(InvalidData) as refused:
+        prepared(tmp_path, objective=objective, vocab_size=300, input_ids=[[1, 2], [1, 2, 300, 301]])
+    (finding,) = refused.value.findings
+    assert (finding.line, finding.field) == (2, "input_ids[2]")
+    assert "the id is 300, and the model's vocabulary has 300 entries" in finding.message
+
+
+def test_a_store_takes_no_id_that_it_has_no_room_for(tmp_path: Path) -> None:
+    for size, fits, too_large in ((2**16, 65535, 65536), (2**17, 2**17 - 1, 2**17), (300, 299, 300)):
+        store = Store(tmp_path / str(size), size)
+        store.append(np.asarray([fits]))
+        for ids in (np.asarray([too_large]), [too_large], np.asarray([-1])):
+            with pytest.raises(ValueError, match="entries"):
+                store.append(ids)
+        store.close()
+        assert np.fromfile(tmp_path / str(size) / "tokens.bin", store.dtype).tolist() == [fits]
+
+
+def test_a_pretrain_does_not_learn_what_a_mask_leaves_out(tmp_path: Path) -> None:
+    for column in ({"labels": [[1, 2], [3, -100]]}, {"loss_mask": [[1, 1], [1, 0]]}):
+        with pytest.raises(InvalidData, match="a pretrain learns all") as refused:
+            prepared(tmp_path, input_ids=[[1, 2], [3, 4]], **column)
+        assert refused.value.findings[0].line == 2
+    # The first id is never learned, so that a mask may leave it out.
+    assert documents(prepared(tmp_path, input_ids=[[1, 2]], loss_mask=[[0, 1]]).train) == [[1, 2]]
+
+
+def test_documents_in_which_no_id_follows_another_are_counted_and_named(tmp_path: Path) -> None:
+    done = prepared(tmp_path, input_ids=[[1], [2, 3], []])
+
+    assert (done.counts.examples, done.counts.kept, done.counts.untrainable) == (3, 1, 2)
+    assert "2 of 3" in done.notes[0]
+    assert "line 1, line 3" in done.notes[0]
 
 
 def test_a_base_writes_text_and_conversations_as_ids(tmp_path: Path) -> None:
