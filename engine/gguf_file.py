@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -162,10 +163,16 @@ def _is_turned(name: str, shape: ModelShape) -> bool:
 
 
 def _there(shape: ModelShape, name: str) -> str:
-    names = gguf.get_tensor_name_map(ARCHITECTURES[shape.architecture], shape.num_layers)
+    names = _names(ARCHITECTURES[shape.architecture], shape.num_layers)
     there = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert there is not None, f"{name} has no name in the format"
     return there
+
+
+@cache
+def _names(architecture: gguf.MODEL_ARCH, num_layers: int) -> gguf.TensorNameMap:
+    # Made anew for each tensor it took longer than all that is read and written.
+    return gguf.get_tensor_name_map(architecture, num_layers)
 
 
 def _describe(writer: gguf.GGUFWriter, shape: ModelShape, file_type: int) -> None:

