@@ -85,7 +85,7 @@ def train(run: RunConfig, run_dir: Path, emit: Emit, wish: StopWish, whereabouts
         counted = partial(report, "export", unit="folders")
         export(run, run_dir, decoder, tokenizer, prepared, report=counted, warn=work.warn, step=step)
         wish.note()
-        emit(Finished(step=work.step, tokens=work.tokens, stopped_early=work.is_at_rest, exported_step=step))
+        emit(Finished(step=work.step, tokens=work.tokens, stopped_early=work.ends_early, exported_step=step))
     mesh.close()
 
 
@@ -166,6 +166,11 @@ class Work:
         """What validation rows were made of."""
         held_out = self.run.data.validation
         return [held_out] if isinstance(held_out, Path) else list(self.run.data.train)
+
+    @property
+    def ends_early(self) -> bool:
+        """It is at rest, and has steps left that it does not take."""
+        return self.is_at_rest and self.step < self.total_steps
 
     def refer(self, report: Reporter) -> None:
         """Under dpo, find how likely each answer is before anything is trained, which it is compared with."""
@@ -339,7 +344,7 @@ class Work:
         is_best = self.course.best_step == self.step
         self.emit(Evaluated(step=self.step, **told, tokens=int(sums[SUMS.index("labels")]), is_best=is_best))
         self.tell_samples(self.prepared.validation)
-        if early is not None and self.is_at_rest:
+        if early is not None and self.ends_early:
             self.emit(Log(message=f"stopping early after step {self.step}: {at_rest(self.course, early)}"))
 
     def save(self) -> None:

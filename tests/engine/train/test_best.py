@@ -107,6 +107,15 @@ def test_a_run_ends_once_the_loss_has_rested_for_as_long_as_it_has_patience(whol
     assert said.startswith(f"stopping early after step {last.step}: the last 3 validation losses were not lower than ")
 
 
+def test_a_run_that_took_all_its_steps_did_not_stop_early_whatever_its_loss_did(tmp_path: Path) -> None:
+    told = events(
+        tmp_path / "run",
+        config(training={"early_stopping": {"patience": PATIENCE}, "steps": BEST + 2 * PATIENCE}),
+    )
+    assert (told[-1].step, told[-1].stopped_early) == (BEST + 2 * PATIENCE, False)
+    assert not [event.message for event in told if event.type == "log"]
+
+
 def test_unasked_the_last_step_is_exported_and_the_best_is_removed_like_others(tmp_path: Path) -> None:
     told = events(tmp_path / "run", config(training={"checkpoint_every": 2, "steps": 10}))
     assert checkpoints(tmp_path / "run") == [10]
