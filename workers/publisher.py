@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,14 @@ class Saved:
     metrics: Mapping[str, Any]
     best_step: int | None = None
     """Step of the one to keep besides the newest, as of this one."""
+
+
+def superfluous(waiting: Sequence[Saved], *, keep: int) -> list[Saved]:
+    """Of those that wait, oldest first, all but the `keep` newest, the newest's best, and the best that each names."""
+    others = [saved for saved in waiting if saved.step != waiting[-1].best_step]
+    left_out = others[: max(0, len(others) - keep)]
+    named = {saved.best_step for saved in waiting if saved not in left_out}
+    return [saved for saved in left_out if saved.step not in named]
 
 
 class Publisher:
@@ -53,7 +61,7 @@ class Publisher:
     def add(self, step: int, folder: Path, metrics: Mapping[str, Any], *, best_step: int | None = None) -> None:
         """Queue the checkpoint in `folder`. Where uploads fall behind, the oldest that wait are left out.
 
-        That of `best_step` is not.
+        One that is kept has its best kept too: by the time it is published, it would else name one that is nowhere.
         """
         # The engine keeps its newest few only; a second name for each file keeps the bytes until they are uploaded.
         linked = self._outbox / folder.name
@@ -66,8 +74,7 @@ class Publisher:
             return
         with self._changed:
             self._waiting.append(Saved(step, linked, metrics, best_step))
-            rest = [saved for saved in self._waiting if saved.step != best_step]
-            for left_out in rest[: max(0, len(rest) - self._keep)]:
+            for left_out in superfluous(self._waiting, keep=self._keep):
                 self._waiting.remove(left_out)
                 shutil.rmtree(left_out.folder)
                 log.warning("checkpoint left out", step=left_out.step, reason="uploads are slower than the training")

@@ -107,6 +107,43 @@ def test_where_uploads_fall_behind_the_best_is_not_left_out(
     assert [step for step, _ in storage.got] == [1, 2, 4, 5]
 
 
+def test_where_uploads_fall_behind_no_published_one_names_a_best_that_was_left_out(
+    tmp_path: Path, storage: Storage
+) -> None:
+    published: list[tuple[int, int | None]] = []
+
+    def publish(saved: Saved) -> None:
+        storage.publish(saved)
+        published.append((saved.step, saved.best_step))
+
+    publisher = Publisher(tmp_path / "outbox", keep=1, publish=publish, failed=storage.fail)
+    storage.open.clear()
+    publisher.add(4, saved(tmp_path, 4), {}, best_step=4)
+    assert storage.begun.wait(DEADLINE_SECONDS)
+    for step, best_step in ((6, 6), (8, 6), (10, 10)):
+        publisher.add(step, saved(tmp_path, step), {}, best_step=best_step)
+    storage.open.set()
+    publisher.flush()
+    publisher.close()
+
+    assert published == [(4, 4), (6, 6), (8, 6), (10, 10)]
+
+
+def test_where_uploads_fall_behind_a_loss_that_falls_all_the_time_does_not_fill_the_disk(
+    tmp_path: Path, storage: Storage, publisher: Publisher
+) -> None:
+    storage.open.clear()
+    publisher.add(1, saved(tmp_path, 1), {}, best_step=1)
+    assert storage.begun.wait(DEADLINE_SECONDS)
+    for step in range(2, 10):
+        publisher.add(step, saved(tmp_path, step), {}, best_step=step)
+    storage.open.set()
+    publisher.flush()
+
+    # The best, which is the newest, and the two before it.
+    assert [step for step, _ in storage.got] == [1, 7, 8, 9]
+
+
 def test_one_that_fails_is_told_and_does_not_stop_the_next(
     tmp_path: Path, storage: Storage, publisher: Publisher
 ) -> None:
