@@ -59,12 +59,13 @@ def append(session: Session, job: Job, event: Event) -> None:
             _metrics(session, job, event.step, {name: getattr(event, name) for name in STEP_METRICS})
             job.progress = job.progress | _progress(job.progress, event)
         case Evaluated():
+            # A run that went back validates a step anew, and goes on from what it finds then.
+            best = {"best_step": event.step, "best_validation_loss": event.loss} if event.is_best else {}
+            job.progress = job.progress | {"validation_loss": event.loss} | best
             session.flush()
             if session.get(Metric, (job.id, "validation_loss", event.step)):
                 return
             _metrics(session, job, event.step, {name: getattr(event, of) for name, of in EVALUATION_METRICS.items()})
-            best = {"best_step": event.step, "best_validation_loss": event.loss} if event.is_best else {}
-            job.progress = job.progress | {"validation_loss": event.loss} | best
         case CheckpointSaved():
             return
         case Outliers():

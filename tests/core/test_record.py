@@ -160,6 +160,19 @@ def test_progress_tells_the_best_validation_and_whose_weights_the_result_is(sess
     assert told == "stopped early after 2 steps and 256 tokens; the weights are those of step 1"
 
 
+def test_progress_follows_a_run_that_went_back_and_validates_a_step_anew(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    told = [
+        Evaluated(seq=seq, time=1.0, step=2, loss=loss, token_accuracy=0.5, tokens=9, is_best=True)
+        for seq, loss in ((1, 2.0), (2, 1.5))
+    ]
+    jobs.record(session, job.id, fence=1, events=told)
+    progress = jobs.find(session, job.id).progress
+    assert (progress["best_step"], progress["best_validation_loss"], progress["validation_loss"]) == (2, 1.5, 1.5)
+    # The history says of each step what was found first.
+    assert metrics.series(session, job.id)["validation_loss"] == [(2, 2.0)]
+
+
 def test_a_batch_that_is_delivered_twice_is_recorded_once(session: Session) -> None:
     job = make.job(session, state=S.RUNNING)
     batch: list[Event] = [make.step(1), Log(seq=2, message="hello"), make.step(3, step=2)]
