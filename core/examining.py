@@ -18,10 +18,10 @@ from threading import Thread, Timer
 from typing import IO, Any, Literal
 
 from core import catalog, files
-from core.errors import InvalidModel, InvalidRequest, Unavailable
+from core.errors import InvalidModel, InvalidRequest, NotFound, Unavailable
 from core.keys import Account
 from core.models import File, Model
-from core.resolve import DEFAULT_SEQ_LEN
+from core.resolve import usual_seq_len
 from core.services import Services
 from core.settings import trainer_environment
 
@@ -70,7 +70,10 @@ def _examined(
     models = services.settings.models
     with services.db.reading() as session:
         file = files.get(session, owner, question.file_id)
-        model = catalog.get(session, owner, question.base, models=models)
+        try:
+            model = catalog.get(session, owner, question.base, models=models)
+        except NotFound as error:
+            raise NotFound(error.message, param="base") from error
     if (form := file.report.get("format")) is None:
         raise InvalidRequest(f"{file.id} is no training file: upload it with the purpose fine-tune.", param="file_id")
     if form == "tokens":
@@ -78,7 +81,7 @@ def _examined(
             f"{file.id} holds ids, which are trained on as they are: its report without a base says all.", param="base"
         )
     most = int(model.shape["max_seq_len"])
-    seq_len = question.seq_len or min(most, DEFAULT_SEQ_LEN)
+    seq_len = question.seq_len or usual_seq_len(most, form)
     if seq_len > most:
         raise InvalidRequest(
             f"seq_len={seq_len} is longer than the model's {most} tokens; use at most that.", param="seq_len"

@@ -367,9 +367,14 @@ def _seq_len(spec: JobSpec, shape: ModelShape, data_format: Format) -> int:
         _refuse(
             "data.seq_len", f"seq_len={asked} is longer than the model's {shape.max_seq_len} tokens; use at most that"
         )
+    return asked or usual_seq_len(shape.max_seq_len, data_format)
+
+
+def usual_seq_len(most: int, data_format: Format) -> int:
+    """Tokens of a row where nobody says how many, of a model that takes `most`."""
     # Both answers of a pair share a row.
     answers = 2 if data_format == "preference" else 1
-    return asked or min(shape.max_seq_len, DEFAULT_SEQ_LEN * answers)
+    return min(most, DEFAULT_SEQ_LEN * answers)
 
 
 def _validation(spec: JobSpec, files: Mapping[str, FileFacts]) -> Path | float | None:

@@ -87,6 +87,20 @@ def test_text_and_pairs_can_be_seen_too(http):
     assert [side["spans"][1]["text"] for side in (shown, shown["rejected"])] == [" yes</s>", " no</s>"]
 
 
+def test_unasked_a_report_reads_rows_as_long_as_a_jobs(http, live):
+    """By docs/data-formats.md: 1024 tokens, and twice as many where both answers of a pair share a row."""
+    folder = live.services.settings.models / "previews-long"
+    bases.write(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    pair = {"prompt": [{"role": "user", "content": "a"}], "chosen": "yes", "rejected": "no"}
+    files = [driving.upload(http, lines(each), f"{n}.jsonl")["id"] for n, each in enumerate((TALK, pair))]
+
+    reports = [http.get(f"/v1/files/{file}/report", params={"base": "previews-long"}).json() for file in files]
+
+    assert [report["seq_len"] for report in reports] == [1024, 2048]
+
+
 def test_what_a_template_refuses_is_shown_and_counted(http, live):
     strict = (
         "{{ raise_exception('no tools here') if messages|length > 2 }}"
@@ -105,7 +119,7 @@ def test_what_a_template_refuses_is_shown_and_counted(http, live):
 @pytest.mark.parametrize(
     ("content", "ask", "status", "param"),
     [
-        pytest.param(lines(TALK), {"base": "nobody"}, 404, "model", id="no such model"),
+        pytest.param(lines(TALK), {"base": "nobody"}, 404, "base", id="no such model"),
         pytest.param(lines(TALK), {"base": BASE, "seq_len": 4096}, 400, "seq_len", id="longer than the model"),
         pytest.param(lines(TALK), {"base": BASE, "limit": 0}, 400, "limit", id="nothing asked for"),
         pytest.param(lines(TALK), {}, 400, "base", id="no base"),
