@@ -43,7 +43,7 @@ def write(
         "seed": run.training.seed,
         "layout": run.parallel.model_dump(),
     }
-    (folder / MANIFEST).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps(described, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def code_version() -> str:

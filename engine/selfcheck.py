@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,9 @@ def checks_of(subject: Subject) -> Iterator[Check]:
             passed, figure, message = check(subject)
         except Exception as error:  # whatever is wrong with what was written must be told, and not stop the telling
             passed, figure, message = False, None, f"could not be carried out: {type(error).__name__}: {error}"
+        # JSON has no word for what is not finite, and nothing is right that measures so.
+        if figure is not None and not isfinite(figure):
+            passed, figure = False, None
         yield Check(name, passed, figure, message)
 
 
@@ -149,6 +153,8 @@ def differs_from_base(subject: Subject) -> Verdict:
             subject.went_on()
             new = ours.whole(name)
             change = (new.float() - base.whole(name).to(new.dtype).float()).abs().max().item()
+            if not isfinite(change):
+                return False, None, f"{name} has entries that are not finite: the weights are damaged"
             if change:
                 return True, change, f"{name} differs from the base's by up to {change:.3g}"
     return False, 0.0, f"all {len(names)} tensors are the base's, once rounded: train longer, or export in fp32"

@@ -126,3 +126,12 @@ def test_a_check_that_fails_is_a_warning_and_the_export_is_there(tmp_path):
     assert (check["name"], len(warnings)) == ("turns_end", 1)
     assert check["message"] in warnings[0]
     assert 0 < check["figure"] < 1
+
+
+def test_weights_that_are_not_numbers_do_not_pass_for_weights_that_differ(subject):
+    scale(subject.folder / "model" / "model.safetensors", float("nan"))
+    checks = checked(subject)
+    assert (checks["differs_from_base"].passed, checks["differs_from_base"].figure) == (False, None)
+    assert "not finite" in checks["differs_from_base"].message
+    assert (checks["adapter_equals_merged"].passed, checks["adapter_equals_merged"].figure) == (False, None)
+    json.dumps([check.figure for check in checks.values()], allow_nan=False)
