@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -348,9 +348,9 @@ class Tokenizer:
     def _letter(self) -> list[int]:
         return self.backend.encode("a", add_special_tokens=False).ids
 
-    def stream(self, *, after: Sequence[int] = ()) -> TextStream:
+    def stream(self, *, after: Sequence[int] = (), skip_special: bool = True) -> TextStream:
         """Decodes a growing text, which goes on after that of the ids `after`, if any."""
-        return TextStream(self, after)
+        return TextStream(self, after, skip_special=skip_special)
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -554,8 +554,8 @@ class Tokenizer:
 class TextStream:
     """Decodes one id at a time, holding back what is not yet a whole character."""
 
-    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = (), *, skip_special: bool = True) -> None:
+        self._decode = partial(tokenizer.decode, skip_special=skip_special)
         self._ids = list(after[-_CONTEXT:])
         self._start = 0
         """Ids before it have been given out and are context no longer."""
@@ -576,8 +576,8 @@ class TextStream:
     def _advance(self, *, final: bool) -> str:
         # Decoding from a little before the new ids keeps what depends on their neighbours, such as a leading space.
         pending = len(self._ids) - self._given
-        shown = len(self._tokenizer.decode(self._ids[self._start : self._given])) + self._ahead
-        now = self._tokenizer.decode(self._ids[self._start :])
+        shown = len(self._decode(self._ids[self._start : self._given])) + self._ahead
+        now = self._decode(self._ids[self._start :])
         if now.endswith("\ufffd") and not final and pending <= _GARBAGE:
             # Bytes that may yet become a character stay back. Where more ids wait than one can have, they are the last.
             unfinished = min(_UNFINISHED, len(now) - len(now.rstrip("\ufffd")))

@@ -222,11 +222,13 @@ def _shown(tokenizer: Tokenizer, line: int, encoded: Encoded, fate: Fate, *, mor
 
 
 def _spans(tokenizer: Tokenizer, ids: list[int], mask: list[int]) -> Iterator[dict[str, Any]]:
-    """The text in runs of what is learned and what is not."""
-    start, before = 0, ""
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or mask[end] != mask[start]:
-            # Decoded from the start: some vocabularies drop a space that nothing stands before.
-            text = tokenizer.decode(ids[:end], skip_special=False)
-            yield {"trained": bool(mask[start]), "text": text[len(before) :]}
-            start, before = end, text
+    """The text in runs of what is learned and what is not; a character is where its last byte is."""
+    stream = tokenizer.stream(skip_special=False)
+    text = ""
+    for place, (identity, learned) in enumerate(zip(ids, mask, strict=True), start=1):
+        text += stream.push(identity)
+        if place == len(ids):
+            yield {"trained": bool(learned), "text": text + stream.finish()}
+        elif mask[place] != learned:
+            yield {"trained": bool(learned), "text": text}
+            text = ""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import repeat
 from pathlib import Path
 
 import pytest
 
-from engine.data.examine import MAX_SHOWN, Reading, preview, survey
+from engine.data.examine import MAX_SHOWN, Reading, _spans, preview, survey
 from engine.tokenizer import Tokenizer
 from tests.engine.data import make
 
@@ -59,3 +60,33 @@ def test_of_a_document_that_does_not_end_the_beginning_is_shown() -> None:
     assert shown["more"]
     assert len(shown["ids"]) == MAX_SHOWN
     assert shown["text"].startswith("some words of a book some")
+
+
+def test_a_character_that_a_mask_cuts_in_two_is_shown_whole_and_once() -> None:
+    """By UTF-8: é is c3 a9, of which the second byte alone is learned here; 家 is e5 ae b6."""
+    tokenizer = Tokenizer.bytes()
+    ids = tokenizer.encode("aé家b")
+    mask = [0, 0, 1, 1, 0, 0, 0]
+
+    spans = list(_spans(tokenizer, ids, mask))
+
+    assert [(span["trained"], span["text"]) for span in spans] == [(False, "a"), (True, "é"), (False, "家b")]
+
+
+def test_a_mask_that_changes_at_every_id_is_shown_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+    decode = Tokenizer.decode
+
+    def counted(self: Tokenizer, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        decoded.append(len(ids))
+        return decode(self, ids, skip_special=skip_special)
+
+    monkeypatch.setattr(Tokenizer, "decode", counted)
+    tokenizer = Tokenizer.bytes()
+    ids = tokenizer.encode("ab" * 1000)
+
+    spans = list(_spans(tokenizer, ids, [0, 1] * 1000))
+
+    assert [span["text"] for span in spans] == ["a", "b"] * 1000
+    # A few for each id, where decoding from the beginning takes two million.
+    assert sum(decoded) < 10 * len(ids)
