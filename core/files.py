@@ -85,7 +85,7 @@ def create(
         )
     with tempfile.TemporaryFile(prefix="trainshed-upload-") as spool:
         size, sha256 = _receive(chunks, spool, max_bytes)
-        report = _judge(spool, purpose, filename)
+        report = _judge(spool, purpose, filename, most_ids=max_bytes)
         id_ = new_id("file")
         key = f"files/{id_}"
         spool.seek(0)
@@ -208,7 +208,7 @@ def _pieces(spool: IO[bytes]) -> Iterator[bytes]:
     return iter(lambda: spool.read(_READ_BYTES), b"")
 
 
-def _judge(spool: IO[bytes], purpose: str, filename: str) -> dict[str, Any]:
+def _judge(spool: IO[bytes], purpose: str, filename: str, *, most_ids: int) -> dict[str, Any]:
     """What is in it, as `GET /v1/files/{id}/report` shows it."""
     spool.seek(0)
     if purpose == TOKENIZER:
@@ -217,7 +217,7 @@ def _judge(spool: IO[bytes], purpose: str, filename: str) -> dict[str, Any]:
         return {"format": None, "errors": [], "warnings": []}
     if inspecting.holds_ids(spool.read(inspecting.HEAD_BYTES)):
         spool.seek(0)
-        told = inspecting.inspect(spool)
+        told = inspecting.inspect(spool, most_ids=most_ids)
         _refuse_any([Finding(**error) for error in told["errors"]])
         return told
     spool.seek(0)

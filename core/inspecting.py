@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import IO, Any
 
-from core.errors import InvalidFile, Unavailable
+from core.errors import InvalidFile
 from core.settings import trainer_environment
 
 INSPECT = (sys.executable, "-m", "engine", "inspect")
@@ -26,16 +26,21 @@ def holds_ids(head: bytes) -> bool:
     """Whether a file that begins with `head` is to be read as ids."""
     if head.startswith(_MEGATRON):
         raise InvalidFile("This is one of Megatron's two files: put the .idx and its .bin in one tar, and upload that.")
+    return may_hold_ids(head)
+
+
+def may_hold_ids(head: bytes) -> bool:
+    """Whether what begins with `head` is a container that ids come in."""
     return head.startswith(b"PAR1") or head[_TAR_MAGIC_AT:].startswith(_TAR_MAGIC)
 
 
-def inspect(file: IO[bytes]) -> dict[str, Any]:
-    """The report of a file of ids."""
+def inspect(file: IO[bytes], *, most_ids: int) -> dict[str, Any]:
+    """The report of a file of ids; one of more than `most_ids` is not unpacked, however small it is."""
     # The child shares the file's place with us, and our buffer relies on where it was.
     place = os.lseek(file.fileno(), 0, os.SEEK_CUR)
     try:
         ran = subprocess.run(
-            INSPECT,
+            [*INSPECT, "--most-ids", str(most_ids)],
             stdin=file,
             capture_output=True,
             timeout=SECONDS,
@@ -43,7 +48,7 @@ def inspect(file: IO[bytes]) -> dict[str, Any]:
             env=trainer_environment(()) | {"OMP_NUM_THREADS": "1"},
         )
     except subprocess.TimeoutExpired as error:
-        raise Unavailable(f"Reading the file took longer than {SECONDS:g} s; split it.") from error
+        raise InvalidFile(f"Reading the file takes longer than {SECONDS:g} s; split it.") from error
     finally:
         os.lseek(file.fileno(), place, os.SEEK_SET)
     if ran.returncode:

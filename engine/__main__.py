@@ -84,12 +84,19 @@ def inspect(arguments: argparse.Namespace) -> int:
     import json
     import resource
 
-    from engine.data.tokens import inspect
+    from engine.data.footer import check_size
+    from engine.data.format import InvalidData
+    from engine.data.tokens import Facts, inspect
 
     # The file is mapped, and what is mapped counts; the rest is what a damaged file may make a library ask for.
     most = CHILD_BYTES + os.fstat(sys.stdin.fileno()).st_size
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    sys.stdout.write(f"{json.dumps(inspect(sys.stdin.buffer).to_dict())}\n")
+    try:
+        check_size(sys.stdin.buffer, most_ids=arguments.most_ids)
+        facts = inspect(sys.stdin.buffer)
+    except InvalidData as problem:
+        facts = Facts("parquet", errors=list(problem.findings))
+    sys.stdout.write(f"{json.dumps(facts.to_dict())}\n")
     return 0
 
 
@@ -217,7 +224,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--seconds", type=float, default=3600.0, help="how long it may read")
     sub.add_argument("--preview", type=positive, metavar="N", help="show so many examples with ids, text and mask")
     sub.add_argument("--first-line", type=positive, default=1, help="show examples from this line on")
-    command("inspect", inspect, "Say what a file of ids on stdin holds: Parquet, or a tar of Megatron's two files.")
+    sub = command(
+        "inspect", inspect, "Say what a file of ids on stdin holds: Parquet, or a tar of Megatron's two files."
+    )
+    sub.add_argument("--most-ids", type=int, metavar="N", help="refuse a file of more, without unpacking it")
     sub = command("tokenize", tokenize, "Write a training file as ids: Parquet, or Megatron's .idx and .bin.")
     model(sub, device=False)
     sub.add_argument("data", type=existing, metavar="DATA", help="the training file")

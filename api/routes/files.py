@@ -20,7 +20,7 @@ from api import ranges
 from api.deps import AfterDep, OrderDep, OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep
 from api.errors import errors
 from api.schemas import DeletedOut, FileList, FileOut, PreviewOut
-from core import examining, files
+from core import examining, files, inspecting
 from core.errors import FileTooLarge, Forbidden, InUse, InvalidFile, InvalidModel, InvalidRequest, NotFound, Unavailable
 from core.keys import Account
 from core.services import Services
@@ -45,6 +45,11 @@ class Upload:
     filename: str
     purpose: str
     file: BinaryIO
+
+    def may_hold_ids(self) -> bool:
+        head = self.file.read(inspecting.HEAD_BYTES)
+        self.file.seek(0)
+        return self.purpose in files.TRAINING and inspecting.may_hold_ids(head)
 
     def chunks(self) -> Iterator[bytes]:
         while chunk := self.file.read(CHUNK):
@@ -93,14 +98,17 @@ FORM: dict[str, Any] = {
 
 
 @router.post("", openapi_extra=FORM, responses=errors(InvalidFile, FileTooLarge, Forbidden, Unavailable))
-def upload(upload: Annotated[Upload, Depends(received)], owner: SubmitterDep, services: ServicesDep) -> FileOut:
+async def upload(
+    request: Request, upload: Annotated[Upload, Depends(received)], owner: SubmitterDep, services: ServicesDep
+) -> FileOut:
     """Upload a training file.
 
     It is validated while it comes in: chat (`{"messages": […]}`), completion (`{"prompt", "completion"}`), preference
     (`{"prompt", "chosen", "rejected"}`) or text, one JSON object a line or plain text; or ids, as Parquet or a tar of
     Megatron's `.idx` and `.bin`. A file that can't be trained on is refused, with the lines to correct.
     """
-    file = files.create(
+    create = partial(
+        files.create,
         services.db,
         services.storage,
         owner,
@@ -109,7 +117,9 @@ def upload(upload: Annotated[Upload, Depends(received)], owner: SubmitterDep, se
         chunks=upload.chunks(),
         max_bytes=services.settings.max_file_bytes,
     )
-    return FileOut.of(file)
+    # What starts a process of its own waits where examinations do.
+    limiter = request.app.state.examining if upload.may_hold_ids() else None
+    return FileOut.of(await to_thread.run_sync(create, limiter=limiter))
 
 
 @router.get("", responses=errors(NotFound))

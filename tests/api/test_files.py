@@ -222,9 +222,13 @@ def test_files_of_ids_are_judged_and_trained_on(http, content, container):
         pytest.param(parquet(text=["a"]), "no column input_ids", "file", id="no ids"),
         pytest.param(megatron(idx=INDEX), "end in .bin", "file", id="half of Megatron's files"),
         pytest.param(INDEX, "one tar", "file", id="Megatron's index alone"),
+        pytest.param(
+            parquet(input_ids=[[0] * (MAX_FILE_BYTES + 1)]), "262,145 ids, and at most 262,144", "file",
+            id="very many, in few bytes",
+        ),
         pytest.param(b"PAR1 and no more", "can't be read", "file", id="no Parquet at all"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_ids_is_said_at_the_door(http, content, said, param):
     answer = http.post("/v1/files", data={"purpose": "pretrain"}, files={"file": ("corpus", content)})
     error = envelope(answer, 400)
