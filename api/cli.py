@@ -523,9 +523,12 @@ def report_file(
     base: Annotated[str | None, typer.Option(help="Also say what becomes of each example under this model.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
     overlong: Annotated[str, typer.Option(help="error, drop or truncate.")] = "error",
+    packing: Annotated[bool, typer.Option(help="Whether rows hold several examples.")] = True,
+    template: Annotated[str, typer.Option(help="base, chatml or plain.")] = "base",
 ) -> None:
     """Print what validation found in a file."""
-    under = {"base": base, "seq_len": seq_len, "overlong": overlong} if base else {}
+    how = {"base": base, "seq_len": seq_len, "overlong": overlong, "packing": packing, "template": template}
+    under = how if base else {}
     with client(context) as trainshed:
         show_json(trainshed.file_report(file, **{name: value for name, value in under.items() if value is not None}))
 
@@ -537,11 +540,16 @@ def preview_file(
     base: Annotated[str, typer.Option(help="The model whose tokenizer and template render it.")],
     line: Annotated[int, typer.Option(help="Show examples from this line on.")] = 1,
     limit: Annotated[int, typer.Option(help="Examples to show.")] = 3,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
+    overlong: Annotated[str, typer.Option(help="error, drop or truncate.")] = "error",
+    template: Annotated[str, typer.Option(help="base, chatml or plain.")] = "base",
     as_json: JsonFlag = False,
 ) -> None:
     """Show examples as a model sees them, what is learned in colour and between brackets."""
     with client(context) as trainshed:
-        seen = trainshed.preview(file, base, first_line=line, limit=limit)
+        seen = trainshed.preview(
+            file, base, first_line=line, limit=limit, seq_len=seq_len, overlong=overlong, template=template
+        )
     if as_json:
         show_json(seen)
         return
