@@ -135,7 +135,14 @@ def _answer(command: Sequence[str], chunks: Iterator[bytes], *, seconds: float) 
         assert child.stdin is not None
         assert child.stdout is not None
         feeding = _Feeding(child.stdin, chunks)
-        ending = Timer(seconds, child.kill)
+        in_time = True
+
+        def end() -> None:
+            nonlocal in_time
+            in_time = False
+            child.kill()
+
+        ending = Timer(seconds, end)
         ending.start()
         feeding.start()
         try:
@@ -147,9 +154,13 @@ def _answer(command: Sequence[str], chunks: Iterator[bytes], *, seconds: float) 
             feeding.join()
         if feeding.trouble is not None:
             raise feeding.trouble
-        if code < 0:
+        if code and not in_time:
             raise Unavailable(
                 f"The file could not be examined within {seconds:g} s; the base's chat template may not come to an end."
+            )
+        if code < 0:
+            raise Unavailable(
+                f"Examining the file ended by signal {-code}, for lack of memory perhaps; try again, or a smaller file."
             )
         if code:
             complaint.seek(0)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 
 import pytest
 from sqlalchemy import delete
+from typer.testing import CliRunner
 
+from api.cli import app
 from core import catalog, examining
 from core.models import Model
 from tests.api import driving
@@ -137,6 +140,30 @@ def test_a_template_that_does_not_end_is_ended(http, live, monkeypatch):
     monkeypatch.setattr(examining, "GRACE_SECONDS", 2.0)
     error = envelope(http.post(f"/v1/files/{file}/preview", json={"base": "previews-endless"}), 503)
     assert "come to an end" in error["message"]
+
+
+def test_an_examination_that_dies_is_not_blamed_on_the_clock(http, monkeypatch):
+    file = driving.upload(http, lines(TALK), "chat.jsonl")["id"]
+    monkeypatch.setattr(examining, "EXAMINE", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
+    error = envelope(http.post(f"/v1/files/{file}/preview", json={"base": BASE}), 503)
+    assert "signal 9" in error["message"]
+    assert "template" not in error["message"]
+
+
+def test_the_command_line_asks_as_the_api_does(http, live, key, monkeypatch):
+    monkeypatch.setenv("TRAINSHED_URL", live.url)
+    monkeypatch.setenv("TRAINSHED_API_KEY", key)
+    file = driving.upload(http, lines(TALK, TALK), "chat.jsonl")["id"]
+    how = ["--base", BASE, "--seq-len", "64", "--overlong", "drop", "--template", "plain"]
+
+    report = CliRunner().invoke(app, ["files", "report", file, *how, "--no-packing"])
+    shown = CliRunner().invoke(app, ["files", "preview", file, *how, "--json"])
+
+    told = json.loads(report.stdout)
+    assert [told[name] for name in ("seq_len", "overlong", "packing", "template")] == [64, "drop", False, "plain"]
+    # Unpacked, each of the two has a row of its own.
+    assert told["rows"] == 2
+    assert (json.loads(shown.stdout)["seq_len"], len(json.loads(shown.stdout)["data"])) == (64, 2)
 
 
 def test_the_result_of_a_job_reads_a_file_with_the_tokenizer_that_it_left_in_storage(http, live):
