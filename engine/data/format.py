@@ -1027,7 +1027,9 @@ assert {kind.name for kind in _KINDS if kind.parse} == set(get_args(Format)) - {
 
 
 def _kind(value: dict[str, Any]) -> _Kind | None:
-    return next((kind for kind in _KINDS if not kind.tells.isdisjoint(value)), None)
+    """By the fields that say something; by null ones only where there is no other."""
+    said = {name for name, content in value.items() if content is not None}
+    return next((kind for names in (said, value.keys()) for kind in _KINDS if not kind.tells.isdisjoint(names)), None)
 
 
 def _unknown(value: dict[str, Any]) -> str:

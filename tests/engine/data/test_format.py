@@ -25,6 +25,7 @@ from engine.data.format import (
     read,
     validate,
 )
+from tests.engine.data import make
 
 GOOD = '{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}'
 
@@ -439,3 +440,11 @@ def test_memory_stays_flat_however_long_the_file(piece: bytes, name: str, monkey
         tracemalloc.stop()
 
     assert peak < 4 * 2**20
+
+
+def test_a_field_that_is_null_does_not_make_a_line_another_kind() -> None:
+    # As tables are written whose rows do not all have each column.
+    lines = [make.chat_line("q", "a") | {"rejected": None, "chosen": None}, make.chat_line("q", "a")]
+    report = validate([make.jsonl(lines)])
+
+    assert (report.format, report.examples, report.errors) == ("chat", 2, ())
