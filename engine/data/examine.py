@@ -85,7 +85,10 @@ def _survey_examples(tokenizer: Tokenizer, source: Iterator[Example], reading: R
         if judged.fate in ("kept", "truncated"):
             lengths.append(sum(len(part.ids) for part in judged.parts))
             trained += sum(sum(part.trained[1:]) for part in judged.parts)
-    rows = pack(lengths, capacity) if reading.packing else [[place] for place in range(len(lengths))]
+    rows = [[place] for place in range(len(lengths))]
+    if reading.packing:
+        rows = pack(lengths, capacity, in_time=lambda: monotonic() <= until)
+        complete = complete and monotonic() <= until
     tokens = sum(min(sum(lengths[place] for place in row), reading.seq_len) for row in rows)
     return {
         "complete": complete,

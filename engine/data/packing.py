@@ -2,57 +2,105 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 D = TypeVar("D")
 
 
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+ENOUGH = 32
+"""Pieces looked at for a row that has no place left; from here on a hundredth may stay empty."""
+MOST = 1024
+"""Pieces looked at for a row at all."""
+
+
+def pack(
+    lengths: Sequence[int],
+    capacity: int,
+    *,
+    told: Callable[[int, int], None] | None = None,
+    in_time: Callable[[], bool] | None = None,
+) -> list[list[int]]:
     """Rows as lists of places in `lengths`; each document whole, in one row, and no row above `capacity`.
 
     Each row begins with the longest document that is left and is filled as full as the others allow, with the longest
     of them first: the minimum bin slack of Gupta and Ho (1999), over the histogram of lengths (Krell et al. 2021), so
-    that its cost grows with how many lengths there are. Rows come in the order of their first documents in `lengths`.
+    that its cost grows with how many lengths there are; it is bounded for each row. Rows come in the order of their
+    first documents in `lengths`. `told(placed, total)` hears of each kind of row. Once `in_time` says no, rows take the
+    longest that fits, which is quick.
     """
     waiting: dict[int, list[int]] = {}
     for place in range(len(lengths) - 1, -1, -1):
         waiting.setdefault(lengths[place], []).append(place)
-    left = sorted(waiting, reverse=True)
+    # Rising, for what a row has room for is found by bisection.
+    left = sorted(waiting)
     rows: list[list[int]] = []
+    placed = 0
     while left:
-        pattern = Counter(_fullest(left, waiting, capacity))
+        thorough = in_time is None or in_time()
+        pattern = Counter((_fullest if thorough else _longest_first)(left, waiting, capacity))
         # As often as there are documents for it.
         for _ in range(min(len(waiting[length]) // count for length, count in pattern.items())):
             row = [waiting[length].pop() for length, count in pattern.items() for _ in range(count)]
             rows.append(sorted(row))
-        left = [length for length in left if waiting[length]]
+            placed += len(row)
+        for length in pattern:
+            if not waiting[length]:
+                del left[bisect_left(left, length)]
+        if told is not None:
+            told(placed, len(lengths))
     return sorted(rows)
 
 
 def _fullest(left: Sequence[int], waiting: Mapping[int, Sequence[int]], capacity: int) -> list[int]:
-    """Lengths that fill a row best, the longest of `left` among them. `left` falls."""
-    longest = left[0]
+    """Lengths that fill a row best, the longest of `left` among them. `left` rises."""
+    longest = left[-1]
     room = capacity - longest
     every = (1 << (room + 1)) - 1
     reached = 1
     """Bit n is set where some of the lengths looked at so far add up to n."""
-    steps: list[tuple[int, int]] = []
-    """Each length looked at, and what was reached without it."""
-    for length in left:
-        there = len(waiting[length]) - (length == longest)
-        for _ in range(min(there, room // length)):
-            if reached >> room:
-                break
-            steps.append((length, reached))
-            reached |= (reached << length) & every
+    steps: list[tuple[int, int, int]] = []
+    """Each length looked at, how often it stands there, and what was reached without it."""
+    for length, count in _pieces(left, waiting, room):
+        empty = room + 1 - reached.bit_length()
+        if empty == 0 or len(steps) >= MOST or (len(steps) >= ENOUGH and empty * 100 <= capacity):
+            break
+        steps.append((length, count, reached))
+        reached |= (reached << length * count) & every
     rest = reached.bit_length() - 1
     chosen = [longest]
-    for length, without in reversed(steps):
+    for length, count, without in reversed(steps):
         if not without >> rest & 1:
-            chosen.append(length)
-            rest -= length
+            chosen += [length] * count
+            rest -= length * count
+    return chosen
+
+
+def _pieces(left: Sequence[int], waiting: Mapping[int, Sequence[int]], room: int) -> Iterator[tuple[int, int]]:
+    """The lengths besides the longest that `room` may take, the longest first; their numbers add up to any of them."""
+    for at in range(bisect_right(left, room) - 1, -1, -1):
+        length = left[at]
+        there = min(len(waiting[length]) - (length == left[-1]), room // length)
+        count = 1
+        while there > 0:
+            # 1, 2, 4 and so on, and what is then left.
+            yield length, min(count, there)
+            there -= count
+            count *= 2
+
+
+def _longest_first(left: Sequence[int], waiting: Mapping[int, Sequence[int]], capacity: int) -> list[int]:
+    """Lengths that fill a row in one go, the longest of `left` among them. `left` rises."""
+    chosen = [left[-1]]
+    room = capacity - left[-1]
+    at = len(left)
+    while (at := min(at, bisect_right(left, room)) - 1) >= 0:
+        length = left[at]
+        count = min(len(waiting[length]) - (length == left[-1]), room // length)
+        chosen += [length] * count
+        room -= length * count
     return chosen
 
 

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from engine.data import packing
 from engine.data.packing import cut, pack
 
 LENGTHS = {
@@ -63,6 +64,32 @@ def test_short_documents_fill_rows_to_the_last_place() -> None:
 
     # All rows are full but for less than the shortest document, except the last to be opened.
     assert sum(lengths) / (len(rows) * 1024) > 0.98
+
+
+def test_lengths_that_never_fill_a_row_to_its_last_place_are_soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = Random(1)
+    # Even ones in odd rows.
+    lengths = [2 * draw.randint(20, 500) for _ in range(1000)]
+    looked_at = []
+    pieces = packing._pieces
+    monkeypatch.setattr(packing, "_pieces", lambda *given: (looked_at.append(1) or each for each in pieces(*given)))
+    rows = pack(lengths, 4097)
+
+    assert len(looked_at) <= len(rows) * (packing.MOST + 1)
+    assert sum(lengths) / (len(rows) * 4096) > 0.98
+
+
+def test_packing_tells_how_far_it_is_and_hurries_once_time_is_up() -> None:
+    told: list[tuple[int, int]] = []
+    lengths = LENGTHS["many"]
+    rows = pack(lengths, 10, told=lambda placed, total: told.append((placed, total)), in_time=lambda: False)
+
+    assert told[-1] == (500, 500)
+    assert [placed for placed, _ in told] == sorted({placed for placed, _ in told})
+    assert Counter(place for row in rows for place in row) == Counter(range(len(lengths)))
+    # First fit of falling lengths needs at most 11/9 of the fewest rows, and six ninths of one (Dosa 2007).
+    assert len(rows) <= 11 / 9 * ceil(sum(lengths) / 10) + 6 / 9
+    assert max(sum(lengths[place] for place in row) for row in rows) <= 10
 
 
 def test_packing_is_the_same_each_time() -> None:
