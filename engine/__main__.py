@@ -108,7 +108,7 @@ def tokenize(arguments: argparse.Namespace) -> int:
     try:
         tokenizer = Tokenizer.load(arguments.model)
         documents = tokenized(tokenizer, arguments.data, arguments.format)
-        count = write(arguments.into, documents, vocab_size=tokenizer.vocab_size)
+        count = write(arguments.into, documents, vocab_size=tokenizer.vocab_size, source=arguments.data)
     except ValueError as error:
         return refused(error)
     sys.stdout.write(f"{count} documents in {arguments.into}\n")
@@ -216,7 +216,8 @@ def parser() -> argparse.ArgumentParser:
         "Say how a model would read the training file on stdin: what is kept, cut, left out, or how it looks.",
     )
     model(sub, device=False)
-    sub.add_argument("--format", choices=get_args(Format), required=True)
+    # Ids stand as they are, whatever reads them: `inspect` says all of them.
+    sub.add_argument("--format", choices=[each for each in get_args(Format) if each != "tokens"], required=True)
     sub.add_argument("--seq-len", type=positive, default=1024, help="tokens in a row")
     sub.add_argument("--overlong", choices=("error", "drop", "truncate"), default="error")
     sub.add_argument("--template", choices=("chatml", "plain"), help="instead of the model's own")

@@ -6,9 +6,11 @@ import hashlib
 import json
 import shutil
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -29,11 +31,15 @@ from engine.data.judging import judge
 from engine.data.packing import cut, pack
 from engine.data.rows import Array, Rows, Store
 from engine.data.texts import encoded_pieces
-from engine.data.tokens import Ids, read
+from engine.data.tokens import Ids, parts, read
 from engine.tokenizer import InvalidTokenizer, Tokenizer
 
-Report = Callable[[str, int, int, str], None]
-"""`report(phase, done, total, unit)`; called often, so the receiver thins out."""
+
+class Report(Protocol):
+    """Called often, so the receiver thins out."""
+
+    def __call__(self, phase: str, done: int, total: int, unit: str) -> None: ...
+
 
 MAX_LINES = 20
 """Lines that a note names."""
@@ -135,12 +141,12 @@ def prepare(
     train = work.tokenize(data.train, run_dir, folder / "train", "training")
     tables: dict[str, Table | None] = {"train": None, "validation": None}
     if isinstance(data.validation, float):
-        tables["train"], tables["validation"] = _held_out(train, data, data.validation, run.training.seed)
+        tables["train"], tables["validation"] = _held_out(train, data, data.validation, run.training.seed, report)
     else:
-        tables["train"] = train.table(data, np.arange(train.units))
+        tables["train"] = train.table(data, np.arange(train.units), report)
         if data.validation is not None:
             held = work.tokenize((data.validation,), run_dir, folder / "validation", "validation")
-            tables["validation"] = held.table(data, np.arange(held.units))
+            tables["validation"] = held.table(data, np.arange(held.units), report)
     index = {
         "width": data.seq_len + 1,
         "pad_id": tokenizer.pad_id,
@@ -209,11 +215,13 @@ class _Tokenized:
     def units(self) -> int:
         return len(self.lengths) or len(self.bounds) - 1
 
-    def table(self, data: Data, chosen: Array) -> Table:
+    def table(self, data: Data, chosen: Array, report: Report) -> Table:
         """The rows that the chosen units make."""
         if self.lengths:
             lengths = [self.lengths[unit] for unit in chosen]
-            rows = pack(lengths, data.seq_len + 1) if data.packing else [[place] for place in range(len(lengths))]
+            rows = [[place] for place in range(len(lengths))]
+            if data.packing:
+                rows = pack(lengths, data.seq_len + 1, told=partial(report, "packing", unit="examples"))
             firsts = [int(chosen[place]) * self.parts for row in rows for place in row]
             members = [first + part for first in firsts for part in range(self.parts)]
             sizes = [len(row) * self.parts for row in rows]
@@ -407,35 +415,44 @@ class _Source:
         paths = [self.run_dir / path for path in self.files]
         if missing := [path for path in self.files if not (self.run_dir / path).is_file()]:
             raise InvalidData([Finding(0, f"there is no file {missing[0]}")])
-        total, done = sum(path.stat().st_size for path in paths), 0
-
-        def chunks(path: Path, number: int) -> Iterator[bytes]:
-            nonlocal done
-            digest, size = hashlib.sha256(), 0
-            with path.open("rb") as file:
-                while chunk := file.read(READ_BYTES):
-                    digest.update(chunk)
-                    size += len(chunk)
-                    yield chunk
-                    done += len(chunk)
-                    self.report(self.phase, done, total, "bytes")
-            self.read.append(FileRead(self.files[number].as_posix(), size, digest.hexdigest()))
-
+        meter = _Meter(self.report, self.phase, sum(map(self._bytes, paths)))
         for number, path in enumerate(paths):
             if self.format == "tokens":
-                for document in read(path):
+                for document in self._ids(path, meter):
                     yield number, document
-                done += path.stat().st_size
-                self.read += _hashed(self.files[number], path)
-                self.report(self.phase, done, total, "bytes")
+                for part in parts(path):
+                    # What is learned from is told by what is in it, and these files are not read from end to end.
+                    for _ in self._chunks(part, self.files[number].with_suffix(part.suffix), meter):
+                        pass
                 continue
             try:
-                for example in examples(chunks(path, number), self.format):  # type: ignore[arg-type]
+                for example in examples(self._chunks(path, self.files[number], meter), self.format):  # type: ignore[arg-type]
                     yield number, example
             except InvalidData as first:
                 with path.open("rb") as file:
                     found = validate(iter(lambda: file.read(READ_BYTES), b""), format=self.format)  # type: ignore[arg-type]
                 raise InvalidData(found.errors or first.findings, source=path.name) from first
+
+    def _bytes(self, path: Path) -> int:
+        """To be read of a file: those of ids twice, for their documents and for their digest."""
+        if self.format != "tokens":
+            return path.stat().st_size
+        return 2 * sum(part.stat().st_size for part in parts(path) if part.is_file())
+
+    def _ids(self, path: Path, meter: _Meter) -> Iterator[Ids]:
+        before, size = meter.done, self._bytes(path) // 2
+        yield from read(path, told=lambda seen, total: meter.reach(before + size * seen // total))
+        meter.reach(before + size)
+
+    def _chunks(self, path: Path, named: Path, meter: _Meter) -> Iterator[bytes]:
+        digest, size = hashlib.sha256(), 0
+        with path.open("rb") as file:
+            while chunk := file.read(READ_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+                yield chunk
+                meter.reach(meter.done + len(chunk))
+        self.read.append(FileRead(named.as_posix(), size, digest.hexdigest()))
 
     def name(self, file: int, line: int) -> str:
         return f"line {line}" if len(self.files) == 1 else f"{self.files[file].name} line {line}"
@@ -447,12 +464,18 @@ class _Source:
         return replace(finding, message=f"{self.files[file].name}: {finding.message}")
 
 
-def _hashed(named: Path, path: Path) -> Iterator[FileRead]:
-    """A file of ids, and the ids beside it where it is an index of them."""
-    for suffix in (".idx", ".bin") if path.suffix == ".idx" else (path.suffix,):
-        with path.with_suffix(suffix).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            yield FileRead(named.with_suffix(suffix).as_posix(), file.tell(), digest)
+@dataclass
+class _Meter:
+    """How many of the bytes of all files are read."""
+
+    report: Report
+    phase: str
+    total: int
+    done: int = 0
+
+    def reach(self, done: int) -> None:
+        self.done = done
+        self.report(self.phase, done, self.total, "bytes")
 
 
 def _texts(data: Data, run_dir: Path, report: Report) -> Iterator[str]:
@@ -473,7 +496,7 @@ def _read(example: Chat | Completion) -> Sequence[str]:
     return example.prompt, example.completion
 
 
-def _held_out(done: _Tokenized, data: Data, fraction: float, seed: int) -> tuple[Table, Table]:
+def _held_out(done: _Tokenized, data: Data, fraction: float, seed: int, report: Report) -> tuple[Table, Table]:
     """Rows to train on and rows to validate with, at least one each."""
     if done.units < 2:
         raise InvalidData(
@@ -487,7 +510,7 @@ def _held_out(done: _Tokenized, data: Data, fraction: float, seed: int) -> tuple
         )
     held = min(done.units - 1, max(1, round(done.units * fraction)))
     order = shuffled(done.units, seed, _HELD_OUT)
-    return done.table(data, np.sort(order[held:])), done.table(data, np.sort(order[:held]))
+    return done.table(data, np.sort(order[held:]), report), done.table(data, np.sort(order[:held]), report)
 
 
 def shuffled(count: int, *key: int) -> Array:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import struct
 import tarfile
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,6 +43,9 @@ MOST_IDS = 2**31
 IGNORED = -100
 """A label of `transformers` that is none."""
 ROWS_AT_ONCE = 1024
+IDS_AT_ONCE = 2**20
+"""Held in memory of a Parquet file, or written to one as a group, whatever the length of a document; but one is held
+whole."""
 _MASKS = ("labels", "loss_mask")
 
 
@@ -114,14 +118,24 @@ def inspect(file: BinaryIO, *, max_errors: int = MAX_ERRORS) -> Facts:
     return facts
 
 
-def read(path: Path) -> Iterator[Ids]:
-    """The documents of a Parquet file, a tar of Megatron's two files, or an `.idx` that has its `.bin` beside it."""
+def read(path: Path, *, told: Callable[[int, int], None] | None = None) -> Iterator[Ids]:
+    """The documents of a Parquet file, a tar of Megatron's two files, or an `.idx` that has its `.bin` beside it.
+
+    `told(done, total)` hears of each document that is used.
+    """
     with path.open("rb") as file:
         source = _open(file, beside=path.with_suffix(".bin") if path.suffix == ".idx" else None)
         for found in source.documents():
             if isinstance(found, Finding):
                 raise InvalidData([found], source=path.name)
             yield found
+            if told is not None:
+                told(found.line, source.count)
+
+
+def parts(path: Path) -> tuple[Path, ...]:
+    """The files that one of ids consists of: an index is nothing without its ids."""
+    return (path, path.with_suffix(".bin")) if path.suffix == ".idx" else (path,)
 
 
 def _is_parquet(file: BinaryIO) -> bool:
@@ -135,7 +149,8 @@ def _open(file: BinaryIO, *, beside: Path | None = None) -> _Parquet | _Megatron
     if beside is not None:
         if not beside.is_file():
             raise InvalidData([Finding(0, f"there is no {beside.name} beside the index; copy it there")])
-        return _Megatron(_mapped(file.fileno(), 0, _size(file)), np.memmap(beside, np.uint8, mode="r"))
+        with beside.open("rb") as data:
+            return _Megatron(_mapped(file.fileno(), 0, _size(file)), _mapped(data.fileno(), 0, _size(data)))
     return _Megatron(*_parts_of_tar(file))
 
 
@@ -172,6 +187,9 @@ class _Parquet:
                     )
                 ]
             )
+        for name in ("input_ids", *_MASKS, "attention_mask"):
+            if (times := schema.names.count(name)) > 1:
+                raise InvalidData([Finding(0, f"there are {times} columns {name}; keep one of them", field=name)])
         masks = [name for name in _MASKS if name in names]
         if len(masks) > 1:
             raise InvalidData([Finding(0, "labels and loss_mask both say what is learned; keep one of them")])
@@ -189,6 +207,7 @@ class _Parquet:
                         )
                     ]
                 )
+        self.count = self.table.metadata.num_rows
         self.warnings = [
             Finding(0, f'the column "{name}" is not used', field=name)
             for name in schema.names
@@ -200,13 +219,23 @@ class _Parquet:
 
         line = 0
         try:
-            for batch in self.table.iter_batches(batch_size=ROWS_AT_ONCE, columns=self.columns):
+            for batch in self.table.iter_batches(batch_size=self.rows_at_once(), columns=self.columns):
                 columns = [batch.column(name) for name in self.columns]
                 for row in range(batch.num_rows):
                     line += 1
                     yield self.document(line, [column[row].values for column in columns])
         except (pa.ArrowException, OSError) as broken:
             yield Finding(line + 1, f"the Parquet file is damaged here: {_first_line(broken)}; write it again")
+
+    def rows_at_once(self) -> int:
+        """As many as hold `IDS_AT_ONCE` where they are longest on average."""
+        longest = 1
+        for number in range(self.table.metadata.num_row_groups):
+            group = self.table.metadata.row_group(number)
+            columns = (group.column(each) for each in range(group.num_columns))
+            ids = sum(each.num_values for each in columns if each.path_in_schema.split(".")[0] == "input_ids")
+            longest = max(longest, ids // max(1, group.num_rows))
+        return max(1, min(ROWS_AT_ONCE, IDS_AT_ONCE // longest))
 
     def document(self, line: int, cells: list[Any]) -> Ids | Finding:
         found: dict[str, Array] = {}
@@ -220,9 +249,10 @@ class _Parquet:
                     f"{name} has {len(found[name])} entries and input_ids {len(found['input_ids'])}; make them equal",
                     field=name,
                 )
-        ids = found["input_ids"].astype(np.int64)
-        if (problem := _range_problem(line, ids)) is not None:
+        # Before it is made signed, in which an unsigned one above 2^63 would be another.
+        if (problem := _range_problem(line, found["input_ids"])) is not None:
             return problem
+        ids = found["input_ids"].astype(np.int64)
         padding = np.flatnonzero(found.get("attention_mask", np.ones(1)) == 0)
         if len(padding):
             return Finding(
@@ -296,6 +326,7 @@ class _Megatron:
         self.offsets = _part(index, at + 4 * sequences, sequences, "<i8")
         self.bounds = _part(index, at + 12 * sequences, boundaries, "<i8")
         self.data = data
+        self.count = max(0, boundaries - 1)
         if not boundaries or self.bounds[0] != 0 or self.bounds[-1] != sequences or (np.diff(self.bounds) < 0).any():
             raise InvalidData(
                 [
@@ -337,7 +368,12 @@ def _parts_of_tar(file: BinaryIO) -> tuple[Array, Array]:
     file.seek(0)
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
-            members = [member for member in tar if member.isreg() and not member.issparse()]
+            members = [
+                member
+                for member in tar
+                # macOS puts a file's attributes beside it, as "._" and its name.
+                if member.isreg() and not member.issparse() and not member.name.split("/")[-1].startswith("._")
+            ]
     except (tarfile.TarError, OSError, ValueError) as broken:
         raise InvalidData(
             [Finding(0, f"this is neither Parquet nor a tar of Megatron's two files: {_first_line(broken)}")]
@@ -364,18 +400,44 @@ def _mapped(descriptor: int, start: int, size: int) -> Array:
 # ---- Writing ------------------------------------------------------------------------------------------
 
 
-def write(path: Path, documents: Iterable[Ids], *, vocab_size: int) -> int:
-    """Write documents to `path`, by its ending: `.parquet`, or `.idx` with a `.bin` beside it. Returns how many."""
-    if path.suffix == ".parquet":
-        return _write_parquet(path, documents)
-    if path.suffix == ".idx":
-        return _write_megatron(path, documents, vocab_size)
-    raise ValueError(f"{path.name} must end in .parquet, or in .idx for Megatron's two files")
+def write(path: Path, documents: Iterable[Ids], *, vocab_size: int, source: Path | None = None) -> int:
+    """Write documents to `path`, by its ending: `.parquet`, or `.idx` with a `.bin` beside it. Returns how many.
+
+    What is there under these names stays as it is until all is written; `source`, where the documents come from, has
+    to be another file.
+    """
+    writers = {".parquet": _write_parquet, ".idx": _write_megatron}
+    if path.suffix not in writers:
+        raise ValueError(f"{path.name} must end in .parquet, or in .idx for Megatron's two files")
+    read_from = () if source is None else parts(source)
+    for target in parts(path):
+        if any(target.exists() and each.exists() and target.samefile(each) for each in read_from):
+            raise ValueError(f"{target.name} is what is read here; write to another name")
+    beside = path.with_name(f".{path.stem}.part{path.suffix}")
+    try:
+        count = writers[path.suffix](beside, _among(documents, vocab_size), vocab_size)
+        # The index goes last: without it nobody reads the rest.
+        for written, target in reversed(list(zip(parts(beside), parts(path), strict=True))):
+            written.replace(target)
+    finally:
+        for written in parts(beside):
+            written.unlink(missing_ok=True)
+    return count
+
+
+def _among(documents: Iterable[Ids], vocab_size: int) -> Iterator[Ids]:
+    """The same documents. Raises InvalidData where one has an id that is not among the entries of a vocabulary."""
+    for document in documents:
+        beyond = np.flatnonzero((document.ids < 0) | (document.ids >= vocab_size))
+        if len(beyond):
+            said = f"the id is {document.ids[beyond[0]]}, and the vocabulary has {vocab_size} entries; choose the base"
+            raise InvalidData([Finding(document.line, f"{said} whose ids these are", field=f"input_ids[{beyond[0]}]")])
+        yield document
 
 
 def _write_megatron(path: Path, documents: Iterable[Ids], vocab_size: int) -> int:
     code = 8 if vocab_size < UINT16_BELOW else 4
-    lengths: list[int] = []
+    lengths = array("i")
     with path.with_suffix(".bin").open("wb") as data:
         for document in documents:
             if document.trained is not None and not document.trained.all():
@@ -391,7 +453,7 @@ def _write_megatron(path: Path, documents: Iterable[Ids], vocab_size: int) -> in
     return len(lengths)
 
 
-def _write_parquet(path: Path, documents: Iterable[Ids]) -> int:
+def _write_parquet(path: Path, documents: Iterable[Ids], _: int) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -411,10 +473,12 @@ def _write_parquet(path: Path, documents: Iterable[Ids]) -> int:
 
 def _batches(documents: Iterable[Ids]) -> Iterator[list[Ids]]:
     held: list[Ids] = []
+    ids = 0
     for document in documents:
         held.append(document)
-        if len(held) == ROWS_AT_ONCE:
+        ids += len(document.ids)
+        if len(held) == ROWS_AT_ONCE or ids >= IDS_AT_ONCE:
             yield held
-            held = []
+            held, ids = [], 0
     if held:
         yield held

@@ -130,6 +130,10 @@ def test_parquet_comes_back_as_it_was_written(tmp_path: Path) -> None:
         pytest.param({"input_ids": [[1], None]}, 2, "input_ids", "null", id="no list"),
         pytest.param({"input_ids": [[1], [1, None]]}, 2, "input_ids", "null", id="a hole"),
         pytest.param({"input_ids": [[1], [2, -1]]}, 2, "input_ids[1]", "-1", id="below zero"),
+        pytest.param(
+            {"input_ids": pa.array([[2**64 - 5]], pa.list_(pa.uint64()))}, 1, "input_ids[0]", "18446744073709551611",
+            id="beyond what is signed",
+        ),
         pytest.param({"input_ids": [[2**31]]}, 1, "input_ids[0]", "2147483648", id="beyond"),
         pytest.param({"input_ids": [[1, 2]], "labels": [[1]]}, 1, "labels", "equal", id="fewer labels"),
         pytest.param({"input_ids": [[1, 2]], "labels": [[2, -100]]}, 1, "labels[0]", "shifted", id="shifted labels"),
@@ -178,6 +182,20 @@ def test_what_is_wrong_in_megatrons_files_is_named(files: dict[str, bytes], says
     assert says in facts.errors[0].message
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array([[1]]), pa.array([[2]])], names=["input_ids"] * 2), path)
+    with path.open("rb") as file:
+        assert "2 columns input_ids; keep one" in inspect(file).errors[0].message
+
+
+def test_an_empty_bin_is_told_of_in_words(tmp_path: Path) -> None:
+    (tmp_path / "a.idx").write_bytes(GOOD)
+    (tmp_path / "a.bin").write_bytes(b"")
+    with pytest.raises(InvalidData, match="beyond the 0 bytes"):
+        list(read(tmp_path / "a.idx"))
+
+
 def test_damaged_files_are_refused_and_not_fallen_over(tmp_path: Path) -> None:
     whole = parquet(tmp_path, input_ids=[[1, 2, 3]] * 50).read_bytes()
     for broken in (whole[: len(whole) // 2], whole[:4] + bytes(len(whole) - 8) + whole[-4:], b"PAR1", bytes(600)):
@@ -211,6 +229,59 @@ def test_ids_become_rows_as_they_are(tmp_path: Path) -> None:
 
     assert documents(whole) == long
     assert whole.labels() == 2
+
+
+@pytest.mark.parametrize("ending", ["idx", "parquet"])
+def test_ids_that_a_vocabulary_has_no_entry_for_are_not_written(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{ending}"
+    write(path, [Ids(1, np.asarray([1, 299]))], vocab_size=300)
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    # In two bytes 70,000 would be 4464.
+    with pytest.raises(InvalidData, match="the id is 70000") as refused:
+        write(path, [Ids(1, np.asarray([1])), Ids(2, np.asarray([5, 70000]))], vocab_size=300)
+
+    assert refused.value.findings[0].line == 2
+    # What was there under the name is whole, and nothing lies beside it.
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+
+
+def test_a_file_of_ids_is_not_written_over_itself(tmp_path: Path) -> None:
+    path = tmp_path / "a.idx"
+    write(path, [Ids(1, np.asarray([1, 2]))], vocab_size=300)
+    (tmp_path / "same").symlink_to(tmp_path)
+    data = tmp_path / "a.bin"
+    before = path.read_bytes() + data.read_bytes()
+    for source, target in ((path, path), (path, tmp_path / "same" / "a.idx"), (data, path)):
+        with pytest.raises(ValueError, match="write to another name"):
+            write(target, read(path), vocab_size=300, source=source)
+
+    assert path.read_bytes() + data.read_bytes() == before
+
+
+def test_attributes_that_macos_puts_into_a_tar_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.tar"
+    with tarfile.open(path, "w") as tar:
+        for name, content in {"._a.idx": b"x", "a.idx": GOOD, "./d/._a.bin": b"x", "a.bin": DATA}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+    assert found(path) == [[0, 1, 2], [3], [4, 5, 6, 7]]
+
+
+def test_reading_ids_says_how_far_it_is(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "a.idx", [Ids(1, np.asarray([1, 2]))] * 50, vocab_size=300)
+    told: list[tuple[int, int]] = []
+    run = make.run(objective="pretrain", train=(Path("data/a.idx"),), format="tokens", seq_len=8)
+    prepare(run, tmp_path, Tokenizer.bytes(), lambda phase, done, total, unit: told.append((done, total)))
+
+    done, (total,) = [each for each, _ in told], {each for _, each in told}
+    # Both files, read for their documents and for their digest.
+    assert total == 2 * ((34 + 50 * 12 + 51 * 8) + 50 * 2 * 2)
+    assert len(done) > 50
+    assert done == sorted(done)
+    assert done[-1] == total
 
 
 def prepared(folder: Path, *, objective: str = "pretrain", vocab_size: int | None = None, **columns: Any) -> Prepared:
