@@ -19,6 +19,7 @@ import tarfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -457,16 +458,23 @@ def _write_parquet(path: Path, documents: Iterable[Ids], _: int) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema([("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.int8()))])
+    documents = iter(documents)
+    first = list(islice(documents, 1))
+    # A mask, be it of ones, would make examples of what is a stream of text.
+    masked = any(each.trained is not None for each in first)
+    schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
+    if masked:
+        schema = schema.append(pa.field("loss_mask", pa.list_(pa.int8())))
     count = 0
     with pq.ParquetWriter(path, schema) as writer:
-        for some in _batches(documents):
+        for some in _batches(chain(first, documents)):
             count += len(some)
-            masks = [each.trained if each.trained is not None else np.ones(len(each.ids)) for each in some]
-            columns = [
-                pa.array([each.ids.astype(np.int32) for each in some], schema.field(0).type),
-                pa.array([mask.astype(np.int8) for mask in masks], schema.field(1).type),
-            ]
+            columns = [pa.array([each.ids.astype(np.int32) for each in some], schema.field(0).type)]
+            if masked:
+                masks = [np.ones(len(each.ids)) if each.trained is None else each.trained for each in some]
+                columns.append(pa.array([mask.astype(np.int8) for mask in masks], schema.field(1).type))
+            elif any(each.trained is not None for each in some):
+                raise ValueError("some documents say what is learned, and the first does not; write them apart")
             writer.write_batch(pa.record_batch(columns, schema=schema))
     return count
 

@@ -110,6 +110,16 @@ def test_parquet_has_a_document_a_row_and_says_what_is_learned(tmp_path: Path) -
         ] == mask
 
 
+def test_parquet_of_a_stream_of_text_has_no_mask_that_would_make_examples_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write(path, [Ids(1, np.asarray([1, 2, 3])), Ids(2, np.asarray([4, 5]))], vocab_size=9)
+    assert pq.read_table(path).to_pydict() == {"input_ids": [[1, 2, 3], [4, 5]]}
+    late = [Ids(1, np.asarray([1, 2])), Ids(2, np.asarray([4, 5]), np.asarray([False, True]))]
+    with pytest.raises(ValueError, match="write them apart"):
+        write(path, late, vocab_size=9)
+    assert pq.read_table(path).num_rows == 2
+
+
 def test_parquet_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write(
