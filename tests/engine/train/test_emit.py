@@ -9,12 +9,15 @@ from engine.events import Failed, Finished, Log
 def test_each_event_is_one_line_with_its_number_and_time(tmp_path):
     with Emitter(tmp_path / "events.jsonl", clock=iter([5.0, 6.5]).__next__) as emitter:
         emitter.emit(Log(message="one\ntwo\u2028three"))
-        emitter.emit(Finished(step=2, tokens=3))
+        emitter.emit(Finished(step=2, tokens=3, exported_step=2))
     lines = (tmp_path / "events.jsonl").read_bytes().split(b"\n")
     assert [json.loads(line) for line in lines[:-1]] == [
         {"seq": 1, "time": 5.0, "type": "log", "level": "info", "message": "one\ntwo\u2028three", "rank": 0},
-        {"seq": 2, "time": 6.5, "type": "finished", "step": 2, "tokens": 3, "export": "export"},
-    ]
+        {
+            "seq": 2, "time": 6.5, "type": "finished", "step": 2, "tokens": 3, "stopped_early": False,
+            "exported_step": 2, "export": "export",
+        },
+    ]  # fmt: skip
     assert lines[-1] == b""
 
 
