@@ -212,7 +212,7 @@ class Progress(EventBase):
     """Long work outside the training steps: tokenising, loading, exporting."""
 
     type: Literal["progress"] = "progress"
-    phase: Literal["tokenizer", "data", "model", "reference", "export"]
+    phase: Literal["tokenizer", "data", "packing", "model", "reference", "export"]
     done: int
     total: int
     unit: str

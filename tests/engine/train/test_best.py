@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ BEST = 6
 """After so many steps the loss on answers that training never gives is lowest; from then on it rises."""
 PATIENCE = 3
 """Validations, which are two steps apart."""
+PATIENCE_SECONDS = 120.0
 
 
 def config(**changes: Any) -> RunConfig:
@@ -144,10 +145,13 @@ def test_best_step_and_patience_outlive_a_kill(whole: tuple[Path, list[Any]], tm
     run = RunConfig.model_validate_json((straight / "run.json").read_text())
     folder = ready(tmp_path / "run", run)
     child = subprocess.Popen([sys.executable, "-c", TRAIN, str(folder)])
-    seen = followed(folder / "events.jsonl", child)
-    next(event for event in seen if event["type"] == "checkpoint" and event["step"] == BEST + 2)
-    os.kill(child.pid, signal.SIGKILL)
-    assert child.wait(60) == -signal.SIGKILL
+    try:
+        seen = followed(folder / "events.jsonl", child)
+        next(event for event in seen if event["type"] == "checkpoint" and event["step"] == BEST + 2)
+    finally:
+        child.kill()
+        ended = child.wait(60)
+    assert ended == -signal.SIGKILL
     first, *_, newest = checkpoints(folder)
     assert (first, newest > BEST) == (BEST, True)
 
@@ -161,14 +165,17 @@ def test_best_step_and_patience_outlive_a_kill(whole: tuple[Path, list[Any]], tm
 
 def followed(path: Path, child: subprocess.Popen[bytes]) -> Any:
     """The events in a file that a process writes, as they come."""
+    latest = monotonic() + PATIENCE_SECONDS
     while not path.exists():
-        assert child.poll() is None
+        assert child.poll() is None, "it ended first"
+        assert monotonic() < latest, "it writes nothing"
     with path.open() as file:
         while True:
             if line := file.readline():
                 yield json.loads(line)
             else:
                 assert child.poll() is None, "it ended first"
+                assert monotonic() < latest, "what was waited for does not come"
 
 
 def test_a_best_checkpoint_that_is_gone_is_told_and_the_last_step_exported(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import reference
 from engine.config import RunConfig
+from engine.data.prepare import open_prepared
 from engine.failure import RunFailure
 from engine.tokenizer import Tokenizer
 from tests.engine.train import runs
@@ -65,17 +66,25 @@ def test_each_answer_is_compared_with_what_the_base_says_of_it(base: Path, tmp_p
     kept = json.loads((tmp_path / "prepared" / reference.FILE).read_text())
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     tokenizer = Tokenizer.load(base)
-    expected = []
-    for line in (tmp_path / "data" / "pairs.jsonl").read_text().splitlines():
+    expected = {}
+    for number, line in enumerate((tmp_path / "data" / "pairs.jsonl").read_text().splitlines(), start=1):
         pair = json.loads(line)
-        for answer in (pair["chosen"], pair["rejected"]):
-            prompt, said = tokenizer.prompt(pair["prompt"]), tokenizer.encode(answer, follows=True)
+        for which in ("chosen", "rejected"):
+            prompt, said = tokenizer.prompt(pair["prompt"]), tokenizer.encode(pair[which], follows=True)
             ids = torch.tensor(prompt + said + [tokenizer.eos_id])
             with torch.no_grad():
                 log_probs = model(ids[None]).logits[0].log_softmax(-1)
-            expected.append(log_probs[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None]).sum().item())
-    found = [log_prob for part in ("train", "validation") for log_prob in kept[part]["log_probs"]]
-    assert sorted(found) == pytest.approx(sorted(expected), rel=1e-5)
+            each_T1 = log_probs[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None])
+            expected[number, which] = each_T1.sum().item()
+    found = {}
+    prepared = open_prepared(tmp_path)
+    for part, rows in {"train": prepared.train, "validation": prepared.validation}.items():
+        assert rows is not None
+        log_probs = iter(kept[part]["log_probs"])
+        for row in range(len(rows)):
+            for place, (_, number) in enumerate(rows.origins(row)):
+                found[number, ("chosen", "rejected")[place % 2]] = next(log_probs)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @ADAPTED
