@@ -8,7 +8,6 @@ import shutil
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -221,7 +220,9 @@ class _Tokenized:
             lengths = [self.lengths[unit] for unit in chosen]
             rows = [[place] for place in range(len(lengths))]
             if data.packing:
-                rows = pack(lengths, data.seq_len + 1, told=partial(report, "packing", unit="examples"))
+                rows = pack(
+                    lengths, data.seq_len + 1, told=lambda done, total: report("packing", done, total, "examples")
+                )
             firsts = [int(chosen[place]) * self.parts for row in rows for place in row]
             members = [first + part for first in firsts for part in range(self.parts)]
             sizes = [len(row) * self.parts for row in rows]

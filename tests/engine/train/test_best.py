@@ -169,10 +169,13 @@ def followed(path: Path, child: subprocess.Popen[bytes]) -> Any:
     while not path.exists():
         assert child.poll() is None, "it ended first"
         assert monotonic() < latest, "it writes nothing"
+    line = ""
     with path.open() as file:
         while True:
-            if line := file.readline():
+            line += file.readline()
+            if line.endswith("\n"):
                 yield json.loads(line)
+                line = ""
             else:
                 assert child.poll() is None, "it ended first"
                 assert monotonic() < latest, "what was waited for does not come"

@@ -221,7 +221,8 @@ def test_a_stop_waits_for_the_save_under_way_and_publishes_the_last_step_too(tmp
     run = runs.config(training={"checkpoint_every": 2})
     runs.write(tmp_path, run)
     trainer.train(run, tmp_path, emit, wish)
-    assert [(event.type, event.step) for event in seen[-3:]] == [("checkpoint", 2), ("checkpoint", 3), ("stopped", 3)]
+    told = [(event.type, event.step) for event in seen if event.type in ("checkpoint", "stopped")]
+    assert told == [("checkpoint", 2), ("checkpoint", 3), ("stopped", 3)]
     assert wish.safe_step == 3
 
 
