@@ -288,7 +288,7 @@ def test_sigterm_outside_the_steps_ends_the_run_at_once(tmp_path, monkeypatch, s
 def test_a_resumed_run_stopped_early_names_the_step_it_can_go_on_from(tmp_path, monkeypatch, signals):
     runs.events_of(tmp_path, runs.config(training={"steps": 2}))
     runs.write(tmp_path, runs.config(training={"steps": 4}, resume="checkpoints/step-00000002"))
-    monkeypatch.setattr(makings, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(makings, "prepare", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     assert rank.main(tmp_path / "run.json") == 0
     assert last_event(tmp_path / "events.jsonl").step == 2
 
@@ -302,7 +302,7 @@ def test_a_rank_told_to_stop_again_while_it_says_so_ends_all_the_same(tmp_path, 
         return in_words(event)
 
     runs.write(tmp_path, runs.config(training={"steps": 2}))
-    monkeypatch.setattr(makings, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(makings, "prepare", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     monkeypatch.setattr(rank, "in_words", told_again)
     assert rank.main(tmp_path / "run.json") == 0
     assert last_event(tmp_path / "events.jsonl").type == "stopped"
