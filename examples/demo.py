@@ -245,7 +245,7 @@ def reload(model: Path) -> int:
     )
     if said.returncode:
         raise Failed(f"the engine does not read {model}:\n{said.stderr}")
-    quote("engine alone", question, json.loads(said.stdout.splitlines()[-1])["text"])
+    quote("engine alone", question, json.loads(said.stdout.splitlines()[-1])["choices"][0]["text"])
     return weights
 
 
