@@ -13,25 +13,25 @@ from typing import IO, Any
 
 from core.errors import InvalidFile
 from core.settings import trainer_environment
+from engine.data.format import MEGATRON, PARQUET
 
 INSPECT = (sys.executable, "-m", "engine", "inspect")
 SECONDS = 900.0
 """For the largest file; a gigabyte takes seconds."""
 _TAR_MAGIC_AT, _TAR_MAGIC = 257, b"ustar"
-_MEGATRON = b"MMIDIDX"
 HEAD_BYTES = 512
 
 
 def holds_ids(head: bytes) -> bool:
     """Whether a file that begins with `head` is to be read as ids."""
-    if head.startswith(_MEGATRON):
+    if head.startswith(MEGATRON):
         raise InvalidFile("This is one of Megatron's two files: put the .idx and its .bin in one tar, and upload that.")
     return may_hold_ids(head)
 
 
 def may_hold_ids(head: bytes) -> bool:
     """Whether what begins with `head` is a container that ids come in."""
-    return head.startswith(b"PAR1") or head[_TAR_MAGIC_AT:].startswith(_TAR_MAGIC)
+    return head.startswith(PARQUET) or head[_TAR_MAGIC_AT:].startswith(_TAR_MAGIC)
 
 
 def inspect(file: IO[bytes], *, most_ids: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, Literal
 
 from engine.data.chat import Encoded
-from engine.data.format import Example, Finding, Format, InvalidData, Text, examples
+from engine.data.format import Example, Format, InvalidData, Text, examples
 from engine.data.judging import Fate, judge
 from engine.data.packing import cut, pack
 from engine.data.texts import encoded_pieces
@@ -131,7 +131,7 @@ def _survey_text(tokenizer: Tokenizer, source: Iterator[Example], reading: Readi
     def lengths() -> Iterator[tuple[int, int]]:
         nonlocal documents
         length = 0
-        for _, piece, ids in encoded_pieces(tokenizer, in_time(), named=_as_it_is):
+        for _, piece, ids in encoded_pieces(tokenizer, in_time()):
             length += len(ids)
             if piece.ends:
                 documents += 1
@@ -168,10 +168,6 @@ def _rows(rows: int, tokens: int, trained: int, reading: Reading) -> dict[str, A
     }
 
 
-def _as_it_is(_: object, finding: Finding) -> Finding:
-    return finding
-
-
 def preview(
     tokenizer: Tokenizer, chunks: Iterable[bytes], reading: Reading, *, first_line: int = 1, limit: int = 3
 ) -> list[dict[str, Any]]:
@@ -184,7 +180,7 @@ def preview(
 def _shown_texts(tokenizer: Tokenizer, source: Iterator[Example]) -> Iterator[dict[str, Any]]:
     ids: list[int] = []
     line = 0
-    for _, piece, more in encoded_pieces(tokenizer, ((0, piece) for piece in source), named=_as_it_is):
+    for _, piece, more in encoded_pieces(tokenizer, ((0, piece) for piece in source)):
         line = line or piece.line
         ids += more
         if piece.ends or len(ids) > MAX_SHOWN:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import BinaryIO
 
-from engine.data.format import Finding, InvalidData
-from engine.data.tokens import PARQUET
+from engine.data.format import PARQUET, Finding, InvalidData
 
 
 def check_size(file: BinaryIO, *, most_ids: int | None) -> None:

@@ -50,11 +50,13 @@ MAX_WARNINGS = 100
 PIECE_CHARACTERS = 2**16
 """Plain text is handed on in pieces of about this length."""
 READ_BYTES = 2**20
+PARQUET, MEGATRON = b"PAR1", b"MMIDIDX"
+"""What files of ids begin with."""
 
 _JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 _TEXT_ENDINGS = (".txt", ".text", ".md")
 _BINARY = {
-    b"PAR1": "a Parquet file",
+    PARQUET: "a Parquet file",
     b"\x1f\x8b": "gzip-compressed",
     b"PK\x03\x04": "a zip archive",
     b"\x28\xb5\x2f\xfd": "zstd-compressed",

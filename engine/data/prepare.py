@@ -24,6 +24,7 @@ from engine.data.format import (
     Preference,
     Text,
     examples,
+    read_chunks,
     validate,
 )
 from engine.data.judging import judge
@@ -430,8 +431,7 @@ class _Source:
                 for example in examples(self._chunks(path, self.files[number], meter), self.format):  # type: ignore[arg-type]
                     yield number, example
             except InvalidData as first:
-                with path.open("rb") as file:
-                    found = validate(iter(lambda: file.read(READ_BYTES), b""), format=self.format)  # type: ignore[arg-type]
+                found = validate(read_chunks(path), format=self.format)  # type: ignore[arg-type]
                 raise InvalidData(found.errors or first.findings, source=path.name) from first
 
     def _bytes(self, path: Path) -> int:

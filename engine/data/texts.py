@@ -15,7 +15,10 @@ F = TypeVar("F")
 
 
 def encoded_pieces(
-    tokenizer: Tokenizer, source: Iterable[tuple[F, Any]], *, named: Callable[[F, Finding], Finding]
+    tokenizer: Tokenizer,
+    source: Iterable[tuple[F, Any]],
+    *,
+    named: Callable[[F, Finding], Finding] = lambda _, finding: finding,
 ) -> Iterator[tuple[F, Text, list[int]]]:
     """The pieces with their ids, tokenised some at a time so that every core has work.
 

@@ -33,7 +33,7 @@ def tokenized(tokenizer: Tokenizer, path: Path, form: Format) -> Iterator[Ids]:
 def _texts(tokenizer: Tokenizer, path: Path) -> Iterator[Ids]:
     held: list[int] = []
     pieces = ((0, piece) for piece in read(path, "text"))
-    for _, piece, ids in encoded_pieces(tokenizer, pieces, named=lambda _, finding: finding):
+    for _, piece, ids in encoded_pieces(tokenizer, pieces):
         held += ids
         if piece.ends:
             yield Ids(piece.line, np.asarray(held, np.int64))

@@ -26,12 +26,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from engine.data.format import MAX_ERRORS, MAX_WARNINGS, Finding, InvalidData
+from engine.data.format import MAX_ERRORS, MAX_WARNINGS, MEGATRON, PARQUET, Finding, InvalidData
 
 Array = npt.NDArray[Any]
 
-PARQUET = b"PAR1"
-MAGIC = b"MMIDIDX\x00\x00"
+MAGIC = MEGATRON + b"\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"), 2: np.dtype("i1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"),
