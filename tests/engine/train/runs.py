@@ -21,6 +21,16 @@ TRAINING = {
     "steps": 10, "global_batch": 4, "micro_batch": 1, "lr": 1e-3, "precision": "fp32", "warmup": 0.2, "seed": 5,
 }  # fmt: skip
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tensor-sequence": {"tensor": 2, "sequence": True},
+    "context": {"context": 2},
+    "data": {"data": 2},
+    "pipeline": {"pipeline": 2},
+    "data-weights": {"data": 2, "shard_weights": True},
+}
+"""One rank, and two along each axis."""
+
 
 def config(**changes: Any) -> RunConfig:
     """A run of the tiny llama on bytes; `training`, `parallel`, `data` … replace single fields."""
@@ -80,3 +90,9 @@ def losses(events: list[Event]) -> list[float]:
 
 def load_events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def base_in(folder: Path) -> Path:
+    """A model of three steps, to go on from."""
+    events_of(folder, config(training={"steps": 3}))
+    return folder / "export" / "model"

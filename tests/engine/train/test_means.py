@@ -26,9 +26,7 @@ FIRST_AVERAGE = 0.1
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    runs.events_of(folder, runs.config(training={"steps": 3}))
-    return folder / "export" / "model"
+    return runs.base_in(tmp_path_factory.mktemp("base"))
 
 
 def config(base: Path, **changes: Any) -> RunConfig:

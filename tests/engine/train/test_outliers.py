@@ -15,14 +15,6 @@ from engine.data.prepare import open_prepared
 from tests.engine.train import runs
 from tests.worlds import World
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tensor-sequence": {"tensor": 2, "sequence": True},
-    "context": {"context": 2},
-    "data": {"data": 2},
-    "pipeline": {"pipeline": 2},
-    "data-weights": {"data": 2, "shard_weights": True},
-}
 FILES = ("data/train.jsonl", "data/more.jsonl")
 STRANGE = (FILES[1], 3)
 """File and line of the one answer that is unlike the others."""
@@ -78,11 +70,11 @@ def told(folder: Path, run: RunConfig) -> list[Any]:
     return [event for event in runs.events_of(folder, run) if event.type in ("outliers", "step")]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", runs.LAYOUTS)
 def test_a_document_unlike_the_others_is_named_with_its_loss(
     world2: World, tmp_path: Path, base: Path, layout: str
 ) -> None:
-    run = config(base, parallel=LAYOUTS[layout])
+    run = config(base, parallel=runs.LAYOUTS[layout])
     folder = ready(tmp_path / "run", run)
     seen = told(folder, run) if run.parallel.ranks == 1 else world2.run(told, folder, run)[0]
     (event,) = [event for event in seen if event.type == "outliers"]

@@ -22,14 +22,6 @@ SEED = next(
     seed for seed in range(1000) if BAD - 1 in shuffled(LINES, seed, 0)[4:8] and BAD - 1 in shuffled(LINES, seed, 1)[7:]
 )
 """With it the bad line is in the second step of four rows, and then in none before the fifth."""
-LAYOUTS = {
-    "one": {},
-    "tensor-sequence": {"tensor": 2, "sequence": True},
-    "context": {"context": 2},
-    "data": {"data": 2},
-    "pipeline": {"pipeline": 2},
-    "data-weights": {"data": 2, "shard_weights": True},
-}
 
 
 def config(**changes):
@@ -86,9 +78,9 @@ def on(world2, folder, base, run, *, bad="train"):
     return first
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", runs.LAYOUTS)
 def test_a_run_that_stops_names_the_line_of_the_data(world2, tmp_path, base, layout):
-    losses, _, said = on(world2, tmp_path / "run", base, config(parallel=LAYOUTS[layout]))
+    losses, _, said = on(world2, tmp_path / "run", base, config(parallel=runs.LAYOUTS[layout]))
     assert len(losses) == 1
     assert said == f"the loss is nan at step 2; it comes from data/train.jsonl line {BAD}"
 
@@ -107,10 +99,10 @@ def losses_of_one(tmp_path_factory, base):
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", runs.LAYOUTS)
 @pytest.mark.parametrize("policy", ["skip", "roll_back"])
 def test_every_layout_goes_on_alike_without_the_rows(world2, tmp_path, base, losses_of_one, policy, layout):
-    run = config(training=three_steps(policy), parallel=LAYOUTS[layout])
+    run = config(training=three_steps(policy), parallel=runs.LAYOUTS[layout])
     losses, warned, said = on(world2, tmp_path / "run", base, run)
     assert said is None
     assert losses == pytest.approx(losses_of_one[policy], rel=2e-6)
@@ -162,9 +154,9 @@ def with_validation(**changes):
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", runs.LAYOUTS)
 def test_a_validation_that_stops_the_run_names_the_line_of_its_data(world2, tmp_path, base, layout):
-    run = with_validation(parallel=LAYOUTS[layout])
+    run = with_validation(parallel=runs.LAYOUTS[layout])
     losses, _, said = on(world2, tmp_path / "run", base, run, bad="validation")
     assert len(losses) == 1
     assert said == f"the validation loss is nan at step 1; it comes from data/validation.jsonl line {BAD}"
@@ -175,10 +167,10 @@ def test_a_validation_that_stops_the_run_names_the_line_of_its_data(world2, tmp_
 def test_bad_validation_data_cost_the_validation_loss_and_nothing_else(world2, tmp_path, base, policy, layout):
     # More validations than recoveries.
     training = {"non_finite": policy, "max_recoveries": 1, "steps": 3}
-    run = with_validation(training=training, parallel=LAYOUTS[layout])
+    run = with_validation(training=training, parallel=runs.LAYOUTS[layout])
     losses, warned, said = on(world2, tmp_path / "run", base, run, bad="validation")
     assert said is None
-    undisturbed = config(training=training, parallel=LAYOUTS[layout])
+    undisturbed = config(training=training, parallel=runs.LAYOUTS[layout])
     assert (losses, [], None) == on(world2, tmp_path / "undisturbed", base, undisturbed, bad="nowhere")
     assert warned == [
         f"the validation loss is nan at step {step}; it comes from data/validation.jsonl line {BAD}: "
@@ -230,7 +222,7 @@ def explode_at_the_byte(run_dir, run):
 
 @pytest.mark.parametrize("layout", ["one", "data", "data-weights", "pipeline"])
 def test_a_gradient_that_is_not_finite_is_traced_as_a_loss_is(world2, tmp_path, base, layout):
-    run = config(parallel=LAYOUTS[layout]).model_copy(update={"model": runs.config().model, "base": None})
+    run = config(parallel=runs.LAYOUTS[layout]).model_copy(update={"model": runs.config().model, "base": None})
     ready(tmp_path / "run", base, run)
     args = (explode_at_the_byte, tmp_path / "run", run)
     losses, _, said = args[0](*args[1:]) if layout == "one" else world2.run(*args)[0]
