@@ -129,7 +129,7 @@ def test_ctrl_c_on_watching_leaves_the_job_alone_and_is_no_failure(trainshed, sp
         raise KeyboardInterrupt
 
     job = trainshed("submit", spec).split()[-1]
-    monkeypatch.setattr("api.watching.watch", interrupted)
+    monkeypatch.setattr("api.cli.screen.watch", interrupted)
     assert f"trainshed cancel {job}" in trainshed("watch", job, code=Exit.INTERRUPTED)
     assert json.loads(trainshed("show", job, "--json"))["state"] == "queued"
 
@@ -159,7 +159,7 @@ def test_logs_are_printed_as_they_are(live, trainshed, spec):
     ],
 )
 def test_what_goes_wrong_is_said_in_words_with_a_code_for_scripts(trainshed, monkeypatch, arguments, code, said):
-    monkeypatch.setattr("api.cli.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setenv("TRAINSHED_PATIENCE", "0.1")
     output = trainshed(*arguments, code=code)
     assert said in output
     assert "Traceback" not in output
@@ -191,3 +191,12 @@ def test_a_spec_that_cannot_be_submitted_says_why(trainshed, tmp_path, content, 
     (tmp_path / "job.json").write_text(content)
     code = Exit.REFUSED if "unknown" in said else Exit.USAGE
     assert said in trainshed("submit", "job.json", code=code)
+
+
+def test_with_json_an_error_is_json_too_apart_from_the_answer(trainshed):
+    done = CliRunner().invoke(app, ["show", "job-0", "--json"])
+    assert (done.exit_code, done.stdout) == (Exit.REFUSED, "")
+    said = json.loads(done.stderr)
+    assert said["exit_code"] == 3
+    assert (said["error"]["status"], said["error"]["code"]) == (404, "not_found")
+    assert said["error"]["request_id"].startswith("req-")

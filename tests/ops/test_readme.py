@@ -15,7 +15,7 @@ from pydantic import AliasChoices
 from pydantic_core import PydanticUndefined
 
 import api.client
-from api.cli import SpecLoader
+from api.cli.specs import SpecLoader
 from core import settings as settings_module
 from core.failures import HINTS
 from core.history import EVALUATION_METRICS, STEP_METRICS

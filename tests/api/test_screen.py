@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
+from api.cli.screen import Picture, curve, watch
 from api.client import Event
-from api.watching import Picture, curve, watch
 
 JOB = {
     "id": "job-1", "name": "tiny", "state": "queued", "queue": {"reason": "no worker is online"},

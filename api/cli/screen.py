@@ -1,4 +1,4 @@
-"""A job's stream as a person reads it in a terminal: a live bar with a loss curve, or lines where nothing can move."""
+"""A job on the screen of whoever watches it: a live bar with a loss curve, or lines where nothing can move."""
 
 from __future__ import annotations
 

@@ -1,0 +1,41 @@
+"""Commands for models: list, name and delete them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from api.cli.answers import show_json, show_table
+from api.cli.asking import JsonFlag, client
+
+app = typer.Typer(help="Models.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_models(context: typer.Context, as_json: JsonFlag = False) -> None:
+    """List models."""
+    with client(context) as trainshed:
+        rows = trainshed.models()
+    if as_json:
+        show_json(rows)
+    else:
+        columns = {"model": "id", "owner": "owned_by", "job": "job_id"}
+        show_table(rows, columns, none="No models yet: put one into the server's models directory, or pretrain one.")
+
+
+@app.command("register")
+def register_model(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="What it is called.")],
+    source: Annotated[str, typer.Argument(help="A folder in the server's models directory, or a job's id.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Name a model that jobs can start from."""
+    with client(context) as trainshed:
+        of_job, said = source.startswith("job-"), source.startswith("dir:")
+        made = trainshed.register_model(name, {"job": source} if of_job else source if said else f"dir:{source}")
+    if as_json:
+        show_json(made)
+    else:
+        typer.echo(made["id"])

@@ -1,0 +1,87 @@
+"""How a command ends: a number that scripts can use, and words on the standard error that say why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from api.client import ApiError, Damaged, Unreachable
+
+
+class Exit(IntEnum):
+    """What a script can tell the outcome by; `MEANINGS` says each in words."""
+
+    OK = 0
+    JOB_FAILED = 1
+    USAGE = 2
+    REFUSED = 3
+    UNREACHABLE = 4
+    JOB_CANCELLED = 5
+    DAMAGED = 6
+    INTERRUPTED = 130
+    """Ctrl-C, as shells number it."""
+
+
+MEANINGS = {
+    Exit.OK: "done (or the watched job succeeded)",
+    Exit.JOB_FAILED: "the watched job failed",
+    Exit.USAGE: "wrong usage, a setting that can't be used, or a spec that is no job (nothing was sent)",
+    Exit.REFUSED: "the server refused, and said why",
+    Exit.UNREACHABLE: "no server answers (for as long as `--patience` allows)",
+    Exit.JOB_CANCELLED: "the watched job was cancelled",
+    Exit.DAMAGED: "a download is not what the manifest says",
+    Exit.INTERRUPTED: "Ctrl-C (a watched job goes on)",
+}
+EPILOG = "Exit codes: " + "; ".join(f"{code:d} {meaning}" for code, meaning in MEANINGS.items()) + "."
+
+
+class Fault(Exception):
+    """A command can't do what it was asked; ends it with words and a code."""
+
+    def __init__(self, message: str, code: Exit, detail: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.detail = {"message": message, **(detail or {})}
+        """What `--json` prints as the error."""
+
+
+def fail(message: str, code: Exit, detail: Mapping[str, Any] | None = None) -> NoReturn:
+    raise Fault(message, code, detail)
+
+
+class Command(TyperGroup):
+    """The one place where what goes wrong becomes words and an exit code."""
+
+    # The context's own type is private to typer.
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (Fault, ApiError, Unreachable, Damaged) as error:
+            fault = error if isinstance(error, Fault) else _fault(error)
+            end(fault, as_json=getattr(ctx.obj, "as_json", False))
+
+
+def end(fault: Fault, *, as_json: bool) -> NoReturn:
+    """Say it where it does not get between a script and its data."""
+    said = json.dumps({"error": fault.detail, "exit_code": int(fault.code)}, ensure_ascii=False)
+    typer.echo(said if as_json else str(fault), err=True)
+    raise typer.Exit(fault.code)
+
+
+def _fault(error: ApiError | Unreachable | Damaged) -> Fault:
+    match error:
+        case ApiError():
+            where = f" [{error.param}]" if error.param and error.param not in str(error) else ""
+            which = f" ({error.request_id})" if error.status >= 500 and error.request_id else ""
+            told = error.error | {"message": str(error), "status": error.status, "request_id": error.request_id}
+            return Fault(f"{error}{where}{which}", Exit.REFUSED, told)
+        case Unreachable():
+            hint = "Is it running? `trainshed serve` starts one; --url says where it is."
+            return Fault(f"{error}. {hint}", Exit.UNREACHABLE, {"code": "unreachable"})
+        case Damaged():
+            return Fault(str(error), Exit.DAMAGED, {"code": "damaged"})

@@ -1,0 +1,89 @@
+"""Commands that start the service, or a part of it, on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from api.cli.outcomes import Exit, fail
+
+app = typer.Typer()
+
+
+@app.command(rich_help_panel="The service")
+def serve(
+    data_dir: Annotated[Path | None, typer.Option(help="Where everything is kept. TRAINSHED_DATA_DIR too.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. TRAINSHED_HOST too.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on, 0 for a free one. TRAINSHED_PORT too.")] = None,
+) -> None:
+    """Run all of it on this machine, in the foreground: broker, database, API, worker, upkeep."""
+    given: dict[str, Any] = {"data_dir": data_dir, "host": host, "port": port}
+    with starting():
+        from api.serve import serve as run
+        from core.settings import Settings
+
+        run(Settings(**{name: value for name, value in given.items() if value is not None}), typer.echo)
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """For what is started on this machine: why it can't be becomes words and an exit code."""
+    # Here and not above: what only talks to a server need not load what a server is made of.
+    from pydantic import ValidationError
+
+    from api.serve import Refused
+    from core.errors import Unavailable
+    from core.settings import complaints
+
+    try:
+        yield
+    except ValidationError as error:
+        fail(f"A setting can't be used: {complaints(error)}", Exit.USAGE)
+    except (Refused, Unavailable) as error:
+        fail(str(error), Exit.USAGE)
+
+
+@app.command(rich_help_panel="The service")
+def worker() -> None:
+    """Offer this machine's slots to a service elsewhere; DATABASE_URL, REDIS_URL and STORAGE_URL say where."""
+    become("workers.node")
+
+
+@app.command(rich_help_panel="The service")
+def api() -> None:
+    """Run the API alone, where the parts around it are run by something else."""
+    become("api.server")
+
+
+def become(module: str) -> None:
+    """Run a part of the service as this process, if its settings can be used."""
+    with starting():
+        from core.settings import Settings
+
+        Settings()
+    os.execv(sys.executable, [sys.executable, "-m", module])
+
+
+@app.command(rich_help_panel="The service")
+def migrate() -> None:
+    """Bring the database to the schema of this version, and make the first key; for parts that run on their own."""
+    with starting():
+        from api.serve import prepare
+        from core.settings import Settings
+
+        if secret := prepare(Settings()):
+            typer.echo(f"The first admin key, shown this once and kept nowhere: {secret}")
+
+
+@app.command(rich_help_panel="The service")
+def openapi() -> None:
+    """Print the OpenAPI document of this version."""
+    from api.openapi import main as write
+
+    write()
