@@ -242,8 +242,8 @@ class EventOut(Out):
     seq: int
     """1, 2, 3, … within the job, without holes."""
     type: str
-    """`state`, `step`, `evaluated`, `outliers`, `samples`, `checkpoint`, `log`, `progress`, `started`, `finished`,
-    `stopped` or `failed`."""
+    """`state`, `changed`, `step`, `evaluated`, `outliers`, `samples`, `checkpoint`, `log`, `progress`, `started`,
+    `finished`, `stopped` or `failed`."""
     level: str
     message: str
     data: dict[str, Any]

@@ -74,7 +74,7 @@ DONE_MARK = "-done"
 
 
 def position(last_event_id: str | None, after: int) -> tuple[int, bool]:
-    """Where to go on from, and whether the client already has `done`. The header is newer than the query's `after`."""
+    """Where to go on from, and whether the client heard a `done` there. The header is newer than `after`."""
     number = (last_event_id or "").removesuffix(DONE_MARK)
     if not (number.isascii() and number.isdigit() and len(number) < 19):
         return after, False
@@ -249,7 +249,8 @@ class Streams:
 
     def _join(self, job_id: str) -> Reader:
         reader = self.readers.get(job_id)
-        if reader is None:
+        # One that has said its farewell looks no more, and the job may have been retried.
+        if reader is None or reader.done:
             reader = self.readers[job_id] = Reader(self, job_id)
         reader.listeners += 1
         return reader
@@ -258,7 +259,8 @@ class Streams:
         reader.listeners -= 1
         if not reader.listeners:
             reader.task.cancel()
-            del self.readers[reader.job_id]
+            if self.readers.get(reader.job_id) is reader:
+                del self.readers[reader.job_id]
 
 
 async def _within(seconds: float, event: asyncio.Event) -> bool:

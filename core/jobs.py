@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, select, update
+from sqlalchemy import ColumnElement, func, null, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from core import catalog, files, hints, history, nodes, paging
 from core.db import lock
-from core.errors import InvalidMove, InvalidSpec, NotFound
+from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound
 from core.failures import failure
+from core.files import FileFacts
 from core.keys import Account
 from core.models import Job, JobEvent, Node, Slot, database_now, new_id
 from core.paging import Page
-from core.resolve import Resolution, resolve
+from core.resolve import BaseFacts, Resolution, resolve
 from core.settings import Settings
-from core.spec import JobSpec
-from core.states import HELD, TERMINAL, JobState, sources
+from core.spec import MOST_LABELS, JobChange, JobSpec
+from core.states import HELD, RETRIABLE, TERMINAL, UNDER_WAY, JobState, sources
 from engine.events import Event, Started
 
 S = JobState
@@ -88,9 +90,16 @@ def create(
 
 
 def _resolve(session: Session, owner: Account, spec: JobSpec, settings: Settings) -> Resolution:
-    base = catalog.facts(session, owner, spec.model.base, models=settings.models) if spec.model.base else None
-    uploads = {id_: files.facts(session, owner, id_, param=param) for param, id_ in spec.files()}
+    base, uploads = _needed(session, owner, spec, settings)
     return resolve(spec, base=base, files=uploads, cluster=nodes.cluster(session), now=datetime.now(UTC))
+
+
+def _needed(
+    session: Session, owner: Account, spec: JobSpec, settings: Settings
+) -> tuple[BaseFacts | None, dict[str, FileFacts]]:
+    """What a job starts from, its files held until the commit. Raises where something is not there."""
+    base = catalog.facts(session, owner, spec.model.base, models=settings.models) if spec.model.base else None
+    return base, {id_: files.facts(session, owner, id_, param=param) for param, id_ in spec.files()}
 
 
 def digest(owner: Account, body: bytes) -> str:
@@ -208,6 +217,50 @@ def resume(session: Session, owner: Account, job_id: str) -> Job:
     return _move(session, job_id, S.QUEUED, [], message="resumed", losses=0, retry_at=None)
 
 
+def retry(session: Session, owner: Account, job_id: str, *, settings: Settings) -> Job:
+    """Queue a job again that failed or was cancelled, for a new attempt from its newest checkpoint, if it has one.
+
+    Asking twice is fine. InvalidMove where something that the job needs was deleted meanwhile.
+    """
+    job = _locked(session, job_id, Job.project_id == owner.project_id)
+    if job.state in UNDER_WAY:
+        return job
+    if job.state not in RETRIABLE:
+        advice = "; resume it instead" if job.state is S.PAUSED else ""
+        raise InvalidMove(f"The job {_words(job.state)}; only one that failed or was cancelled can be retried{advice}.")
+    try:
+        _needed(session, owner, JobSpec.model_validate(job.spec), settings)
+    except DomainError as error:
+        raise InvalidMove(
+            f"The job can't be retried, for what it needs is not there any more: {error.message} Submit a new one."
+        ) from error
+    return _move(session, job_id, S.QUEUED, [], message="retried", losses=0, retry_at=None)
+
+
+def change(session: Session, owner: Account, job_id: str, wish: JobChange) -> Job:
+    """Change what may change at any time, and tell it in the history; the queue's order follows at once."""
+    job = _locked(session, job_id, Job.project_id == owner.project_id)
+    wished = wish.on(name=job.name, labels=job.labels, priority=job.priority)
+    if len(wished["labels"]) > MOST_LABELS:
+        raise InvalidSpec(f"labels: a job has at most {MOST_LABELS}; take some away with null.", param="labels")
+    before = {field: getattr(job, field) for field, value in wished.items() if getattr(job, field) != value}
+    if not before:
+        return job
+    for field in before:
+        setattr(job, field, wished[field])
+    history.add(
+        session,
+        job,
+        type="changed",
+        message="; ".join(f"{field} is now {json.dumps(wished[field], ensure_ascii=False)}" for field in before),
+        data={field: {"from": was, "to": wished[field]} for field, was in before.items()},
+    )
+    session.flush()
+    hints.ring(session, job_id)
+    hints.nudge(session)
+    return job
+
+
 def _nothing_runs(job: Job) -> bool:
     return job.state not in HELD or (job.state is S.STARTING and job.holder is None)
 
@@ -306,7 +359,12 @@ def _implied(to: JobState) -> dict[str, Any]:
     if to in TERMINAL:
         values |= {"finished_at": database_now(), "retry_at": None}
     if to is S.QUEUED:
-        values["queue_reason"] = "waits for the scheduler's next look"
+        # How it ended before, if it was retried, is in its history.
+        values |= {
+            "queue_reason": "waits for the scheduler's next look",
+            "error": null(),
+            "finished_at": None,
+        }
     elif to not in HELD:
         values["queue_reason"] = None
     if to is S.RUNNING:

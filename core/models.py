@@ -183,7 +183,7 @@ class JobEvent(Base):
     """1, 2, 3, … within the job, across attempts, without holes."""
     attempt: Mapped[int]
     type: Mapped[str] = mapped_column(String(32))
-    """`state`, or the type of an engine event."""
+    """`state`, `changed`, or the type of an engine event."""
     level: Mapped[str] = mapped_column(String(8), default="info")
     message: Mapped[str] = mapped_column(Text)
     data: Mapped[dict[str, Any]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Annotated, Any, Literal, Self
 
@@ -329,6 +329,12 @@ class ArtifactsAsk(Ask):
         return self
 
 
+JobName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+LabelName = Annotated[Text, Field(min_length=1, max_length=64)]
+Priority = Annotated[Whole, Field(ge=-100, le=100)]
+MOST_LABELS = 16
+
+
 class JobSpec(Ask):
     """A training job. `{"kind": "finetune", "model": {"base": …}, "data": {"train": […]}}` is a whole one."""
 
@@ -349,13 +355,11 @@ class JobSpec(Ask):
 
     kind: Literal["pretrain", "finetune"]
     """pretrain reads text, from random weights or a base; finetune reads any format, from a base."""
-    name: str | None = Field(None, min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: JobName | None = None
     """Becomes part of the resulting model's name."""
-    labels: dict[
-        Annotated[Text, Field(min_length=1, max_length=64)], Text
-    ] = Field(default_factory=dict, max_length=16)  # fmt: skip
+    labels: dict[LabelName, Text] = Field(default_factory=dict, max_length=MOST_LABELS)
     """Of your own, to find jobs by."""
-    priority: Annotated[Whole, Field(ge=-100, le=100)] = 0
+    priority: Priority = 0
     """Higher goes first."""
     max_runtime: (
         Annotated[timedelta, BeforeValidator(_duration), Field(gt=timedelta(0), le=timedelta(days=3650))] | None
@@ -385,3 +389,26 @@ class JobSpec(Ask):
             yield "data.validation", self.data.validation
         if self.tokenizer is not None and self.tokenizer.file is not None:
             yield "tokenizer.file", self.tokenizer.file
+
+
+class JobChange(Ask):
+    """What of a job may change at any time, as a JSON merge patch (RFC 7396): what is left out stays."""
+
+    name: JobName | None = None
+    """Becomes part of the resulting model's name, unless that is there already. null: none."""
+    labels: dict[LabelName, Text | None] | None = Field(None, max_length=2 * MOST_LABELS)
+    """Those named are set, or with null taken away; the others stay. null: takes all away."""
+    priority: Priority | None = None
+    """Higher goes first. null: 0."""
+
+    def on(self, *, name: str | None, labels: Mapping[str, str], priority: int) -> dict[str, Any]:
+        """The three as they become."""
+        said = self.model_fields_set
+        merged = {} if self.labels is None else {**labels, **self.labels}
+        return {
+            "name": self.name if "name" in said else name,
+            "labels": {key: value for key, value in merged.items() if value is not None}
+            if "labels" in said
+            else dict(labels),
+            "priority": (self.priority or 0) if "priority" in said else priority,
+        }

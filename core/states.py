@@ -28,12 +28,17 @@ MOVES: dict[JobState, frozenset[JobState]] = {
     S.PAUSING: frozenset({S.PAUSED, S.CANCELLING, S.SUCCEEDED, S.FAILED}),
     S.PAUSED: frozenset({S.QUEUED, S.CANCELLED}),
     S.CANCELLING: frozenset({S.CANCELLED}),
-    S.CANCELLED: frozenset(),
+    # Only for who asks for it: a job that has ended stays so by itself.
+    S.CANCELLED: frozenset({S.QUEUED}),
+    S.FAILED: frozenset({S.QUEUED}),
     S.SUCCEEDED: frozenset(),
-    S.FAILED: frozenset(),
 }
 
-TERMINAL = frozenset(state for state, onward in MOVES.items() if not onward)
+TERMINAL = frozenset({S.CANCELLED, S.SUCCEEDED, S.FAILED})
+"""States in which a job has ended: nothing happens to it unless somebody retries it."""
+RETRIABLE = frozenset(state for state in TERMINAL if S.QUEUED in MOVES[state])
+UNDER_WAY = frozenset({S.VALIDATING, S.QUEUED, S.STARTING, S.RUNNING})
+"""States of a job that runs, or will as soon as it can."""
 HELD = frozenset({S.STARTING, S.RUNNING, S.PAUSING, S.CANCELLING})
 """States in which a job holds slots."""
 

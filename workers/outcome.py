@@ -94,7 +94,8 @@ def out_of_time(max_runtime: float | None) -> dict[str, Any]:
     return failure(
         "max_runtime",
         f"the job ran for {limit}, its max_runtime, and was stopped",
-        hint="Its newest checkpoint is kept: submit it again with a longer max_runtime, or fewer steps.",
+        hint="Its newest checkpoint is kept: retry the job and it goes on from there for as long again, or submit one"
+        " with a longer max_runtime or fewer steps.",
         param="max_runtime",
     )
 

@@ -36,8 +36,9 @@ from api.schemas import (
 from api.shown import shown, shown_all
 from core import artifacts, checkpoints, events, joblogs, jobs, metrics
 from core.errors import Forbidden, InvalidMove, InvalidSpec, NotFound
-from core.spec import JobSpec
-from core.states import JobState
+from core.models import Job
+from core.spec import JobChange, JobSpec
+from core.states import TERMINAL, JobState
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -118,6 +119,26 @@ def resume(job_id: JobId, owner: SubmitterDep, session: SessionDep) -> JobOut:
     return shown(session, jobs.resume(session, owner, job_id))
 
 
+@router.post("/{job_id}/retry", responses=errors(NotFound, InvalidMove, Forbidden))
+def retry(job_id: JobId, owner: SubmitterDep, session: SessionDep, services: ServicesDep) -> JobOut:
+    """Retry a job that failed or was cancelled: the same job goes on from its newest checkpoint, or from the start.
+
+    Its error is cleared and its losses count anew. Asking twice is fine, one that is under way stays as it is. One that
+    succeeded, or whose files or base are gone, can't be retried.
+    """
+    return shown(session, jobs.retry(session, owner, job_id, settings=services.settings))
+
+
+@router.patch("/{job_id}", responses=errors(NotFound, InvalidSpec, Forbidden))
+def change(job_id: JobId, wish: JobChange, owner: SubmitterDep, session: SessionDep) -> JobOut:
+    """Change a job's `name`, `labels` or `priority`, in any state.
+
+    The body is a JSON merge patch: what it leaves out stays, null takes a name or a label away. An event of type
+    `changed` tells it, and the queue's order follows at once.
+    """
+    return shown(session, jobs.change(session, owner, job_id, wish))
+
+
 @router.get("/{job_id}/events", responses=errors(NotFound))
 def list_events(
     job_id: JobId,
@@ -135,9 +156,9 @@ def list_events(
     return EventList(data=[EventOut.of(event) for event in page.data], has_more=page.has_more)
 
 
-def known_job(job_id: JobId, owner: OwnerDep, session: ReadingDep) -> str:
-    """The id, once it is sure that the caller may know of it."""
-    return jobs.get(session, owner, job_id).id
+def known_job(job_id: JobId, owner: OwnerDep, session: ReadingDep) -> Job:
+    """The job, once it is sure that the caller may know of it."""
+    return jobs.get(session, owner, job_id)
 
 
 @router.get(
@@ -148,7 +169,7 @@ def known_job(job_id: JobId, owner: OwnerDep, session: ReadingDep) -> str:
 )
 async def stream(
     request: Request,
-    job_id: Annotated[str, Depends(known_job)],
+    job: Annotated[Job, Depends(known_job)],
     after: Annotated[int, Query(ge=0, le=2**53, description="`seq` of the last event already known.")] = 0,
     last_event_id: Annotated[str | None, Header(description="Set by clients that connect again.")] = None,
 ) -> Response:
@@ -157,11 +178,12 @@ async def stream(
     Frames are named `state`, `metrics`, `log`, `checkpoint`, `warning` and, once the job has ended, `done`. Each
     carries an event as JSON; `done` carries the job. Connect again with the last id and nothing is missed or repeated.
     """
-    start, has_all = sse.position(last_event_id, after)
-    if has_all:
+    start, knows_an_end = sse.position(last_event_id, after)
+    # It may have been retried since.
+    if knows_an_end and job.state in TERMINAL and job.last_event == start:
         return Response(status_code=204)
     streams: sse.Streams = request.app.state.streams
-    return sse.EventStream(streams.listen(job_id, after=start))
+    return sse.EventStream(streams.listen(job.id, after=start))
 
 
 @router.get("/{job_id}/metrics", responses=errors(NotFound))

@@ -105,6 +105,45 @@ def test_a_running_job_is_asked_to_pause_and_a_paused_one_is_queued_again(live, 
     assert envelope(http.post(f"/v1/jobs/{job}/resume"), 409)
 
 
+def test_a_failed_job_goes_again_under_its_id_and_one_that_succeeded_does_not(live, http):
+    job = driving.submit(http)["id"]
+    driving.fail(live.services, job, driving.run(live.services, job))
+    retried, again = (http.post(f"/v1/jobs/{job}/retry") for _ in range(2))
+    assert (retried.status_code, again.status_code) == (200, 200)
+    one = again.json()
+    assert (one["id"], one["state"], one["error"], one["finished_at"]) == (job, "queued", None, None)
+    driving.succeed_from_start(live.services, job, driving.claim(live.services, job))
+    done = http.get(f"/v1/jobs/{job}").json()
+    assert (done["state"], done["attempt"]) == ("succeeded", 2)
+    refused = http.post(f"/v1/jobs/{job}/retry")
+    assert envelope(refused, 409)["code"] == "invalid_state"
+    assert refused.headers["x-should-retry"] == "false"
+
+
+def test_name_labels_and_priority_can_be_changed_and_nothing_else(http):
+    first, second = driving.submit(http)["id"], driving.submit(http, labels={"team": "a"})["id"]
+    before = http.get(f"/v1/jobs/{second}").json()["queue"]["position"]
+    wish = {"priority": 100, "labels": {"stage": "x"}, "name": "late"}
+    answer = http.patch(f"/v1/jobs/{second}", json=wish, headers={"content-type": "application/merge-patch+json"})
+    job = answer.json()
+    assert (job["priority"], job["name"]) == (100, "late")
+    assert job["labels"] == {"team": "a", "stage": "x"}
+    assert job == http.get(f"/v1/jobs/{second}").json()
+    assert job["queue"]["position"] < min(before, http.get(f"/v1/jobs/{first}").json()["queue"]["position"])
+    (told,) = http.get(f"/v1/jobs/{second}/events", params={"type": "changed"}).json()["data"]
+    assert told["data"]["priority"] == {"from": 0, "to": 100}
+    assert [one["id"] for one in http.get("/v1/jobs", params={"label[stage]": "x"}).json()["data"]] == [second]
+    for wish, param in [
+        ({"state": "running"}, "state"),
+        ({"priority": 101}, "priority"),
+        ({"priority": "5"}, "priority"),
+        ({"labels": {"a": 1}}, "labels.a"),
+        ({"name": "../x"}, "name"),
+    ]:
+        assert envelope(http.patch(f"/v1/jobs/{second}", json=wish), 400)["param"] == param
+    assert http.patch(f"/v1/jobs/{second}", json={}).json() == job
+
+
 def test_lists_go_newest_first_in_pages_and_are_filtered(http):
     file = driving.upload(http)["id"]
     made = [

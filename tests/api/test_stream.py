@@ -71,6 +71,18 @@ def test_a_listener_that_has_everything_is_told_not_to_come_again(live, http, tm
     assert http.get(f"/v1/jobs/{job}/stream", headers={"last-event-id": last}).status_code == 204
 
 
+def test_a_listener_of_a_job_that_is_retried_hears_how_it_goes_on(live, http):
+    job = driving.submit(http)["id"]
+    driving.fail(live.services, job, driving.run(live.services, job))
+    last = by_the_standard(http.get(f"/v1/jobs/{job}/stream").text)[-1]["id"]
+    assert http.get(f"/v1/jobs/{job}/stream", headers={"last-event-id": last}).status_code == 204
+    assert http.post(f"/v1/jobs/{job}/retry").json()["state"] == "queued"
+    driving.succeed_from_start(live.services, job, driving.claim(live.services, job))
+    frames = by_the_standard(http.get(f"/v1/jobs/{job}/stream", headers={"last-event-id": last}).text)
+    assert json.loads(frames[0]["data"])["message"] == "retried"
+    assert (frames[-1]["event"], json.loads(frames[-1]["data"])["state"]) == ("done", "succeeded")
+
+
 @pytest.mark.parametrize("odd", ["", "-1", "9" * 30, "٣"])
 def test_an_id_that_was_never_ours_starts_from_the_beginning(live, http, tmp_path, odd):
     job = driving.finished(live.services, http, tmp_path)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core import events, jobs, nodes
+from core import events, files, jobs, nodes, scheduler
 from core.db import Database
-from core.errors import InvalidMove, InvalidSpec, NotFound
+from core.errors import InUse, InvalidMove, InvalidSpec, NotFound
 from core.failures import failure
 from core.keys import Account
 from core.models import Job, Slot
 from core.settings import Settings
-from core.states import HELD, MOVES, TERMINAL, JobState
+from core.spec import MOST_LABELS, JobChange
+from core.states import HELD, MOVES, TERMINAL, UNDER_WAY, JobState
+from core.storage import Storage
 from tests import make
 from tests.fakes.hints import Heard
 
@@ -189,7 +192,120 @@ def test_a_job_that_is_still_pausing_cannot_be_resumed(session: Session, owner: 
         jobs.resume(session, owner, job.id)
 
 
-@pytest.mark.parametrize("wish", [jobs.get, jobs.cancel, jobs.pause, jobs.resume])
+@pytest.mark.parametrize("state", [S.FAILED, S.CANCELLED])
+def test_a_job_that_ended_without_a_result_is_retried_with_a_clean_record(
+    session: Session, owner: Account, tmp_settings: Settings, state: S
+) -> None:
+    make.file(session)
+    job = make.job(session, state=state, attempt=2, losses=5, error=failure("stalled", "rank 1 waits"), last_step=7)
+    retried = jobs.retry(session, owner, job.id, settings=tmp_settings)
+    assert (retried.state, retried.losses, retried.error, retried.finished_at) == (S.QUEUED, 0, None, None)
+    # The next claim raises the attempt; steps that were recorded stay.
+    assert (retried.attempt, retried.last_step) == (2, 7)
+    assert history(session, job.id) == [(1, "queued"), (2, "retried")]
+    assert jobs.retry(session, owner, job.id, settings=tmp_settings).state is S.QUEUED
+    assert len(history(session, job.id)) == 2
+
+
+@pytest.mark.parametrize("state", sorted(UNDER_WAY))
+def test_a_retry_of_a_job_that_is_under_way_changes_nothing(
+    session: Session, owner: Account, tmp_settings: Settings, state: S
+) -> None:
+    job = make.job(session, state=state)
+    assert jobs.retry(session, owner, job.id, settings=tmp_settings).state is state
+    assert len(history(session, job.id)) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [(S.SUCCEEDED, "succeeded"), (S.PAUSED, "resume it"), (S.PAUSING, "pausing"), (S.CANCELLING, "cancelling")],
+)
+def test_what_cannot_be_retried_says_why(
+    session: Session, owner: Account, tmp_settings: Settings, state: S, said: str
+) -> None:
+    job = make.job(session, state=state)
+    with pytest.raises(InvalidMove, match=said):
+        jobs.retry(session, owner, job.id, settings=tmp_settings)
+
+
+def test_a_job_whose_file_was_deleted_cannot_be_retried_and_names_it(
+    session: Session, owner: Account, tmp_settings: Settings
+) -> None:
+    job = make.job(session, state=S.FAILED, error=failure("stalled", "rank 1 waits"))
+    with pytest.raises(InvalidMove, match=make.FILE_ID):
+        jobs.retry(session, owner, job.id, settings=tmp_settings)
+    found = jobs.find(session, job.id)
+    assert (found.state, found.error and found.error["code"]) == (S.FAILED, "stalled")
+
+
+def test_a_file_is_needed_again_once_its_job_is_retried(
+    session: Session, owner: Account, tmp_settings: Settings, storage: Storage
+) -> None:
+    make.file(session)
+    job = make.job(session, state=S.CANCELLED)
+    jobs.retry(session, owner, job.id, settings=tmp_settings)
+    with pytest.raises(InUse, match=job.id):
+        files.delete(session, storage, owner, make.FILE_ID)
+
+
+def change(**fields: Any) -> JobChange:
+    return JobChange.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    ("wish", "becomes"),
+    [
+        pytest.param({"priority": 5}, ("a", {"team": "x", "n": "1"}, 5), id="the rest stays"),
+        pytest.param({"labels": {"n": "2"}}, ("a", {"team": "x", "n": "2"}, 1), id="other labels stay"),
+        pytest.param({"labels": {"n": None}}, ("a", {"team": "x"}, 1), id="null takes a label away"),
+        pytest.param({"labels": None}, ("a", {}, 1), id="null takes all labels away"),
+        pytest.param({"name": None, "priority": None}, (None, {"team": "x", "n": "1"}, 0), id="null is the default"),
+    ],
+)
+def test_a_change_is_a_merge_patch_and_is_told(
+    session: Session, owner: Account, wish: dict[str, Any], becomes: tuple[Any, ...]
+) -> None:
+    job = make.job(session, state=S.RUNNING, name="a", labels={"team": "x", "n": "1"}, priority=1)
+    changed = jobs.change(session, owner, job.id, change(**wish))
+    assert (changed.name, changed.labels, changed.priority) == becomes
+    (told,) = events.since(session, job.id, 1)
+    assert (told.seq, told.type, set(told.data)) == (2, "changed", set(wish))
+    # The same once more changes nothing, and nothing is told.
+    jobs.change(session, owner, job.id, change(**wish))
+    assert jobs.find(session, job.id).last_event == 2
+
+
+def test_a_change_says_from_what_to_what(session: Session, owner: Account) -> None:
+    job = make.job(session, state=S.QUEUED)
+    jobs.change(session, owner, job.id, change(name="b", priority=2))
+    (told,) = events.since(session, job.id, 1)
+    assert told.data == {"name": {"from": None, "to": "b"}, "priority": {"from": 0, "to": 2}}
+    assert told.message == 'name is now "b"; priority is now 2'
+
+
+def test_the_queue_follows_a_priority_at_once(session: Session, owner: Account) -> None:
+    first, second = (make.job(session, created_at=float(age)) for age in (1, 2))
+    assert (scheduler.position(session, first), scheduler.position(session, second)) == (1, 2)
+    jobs.change(session, owner, second.id, change(priority=1))
+    assert (scheduler.position(session, first), scheduler.position(session, second)) == (2, 1)
+
+
+def test_labels_stay_as_few_as_a_job_may_have(session: Session, owner: Account) -> None:
+    job = make.job(session, labels={str(n): "" for n in range(MOST_LABELS)})
+    with pytest.raises(InvalidSpec, match="at most 16"):
+        jobs.change(session, owner, job.id, change(labels={"one": "more"}))
+    assert jobs.change(session, owner, job.id, change(labels={"one": "more", "0": None})).labels["one"] == "more"
+
+
+def retry(session: Session, owner: Account, job_id: str) -> Job:
+    return jobs.retry(session, owner, job_id, settings=Settings())
+
+
+def rename(session: Session, owner: Account, job_id: str) -> Job:
+    return jobs.change(session, owner, job_id, change(name="b"))
+
+
+@pytest.mark.parametrize("wish", [jobs.get, jobs.cancel, jobs.pause, jobs.resume, retry, rename])
 def test_another_projects_job_looks_like_none(session: Session, owner: Account, wish: object) -> None:
     make.project(session, "proj-other")
     job = make.job(session, project_id="proj-other")

@@ -15,6 +15,7 @@ from sqlalchemy import select, update
 from sqlalchemy.exc import DataError
 
 from core import jobs
+from core.keys import Account
 from core.models import Artifact, Checkpoint, Job, JobEvent, Metric, Slot
 from core.services import Services
 from core.states import JobState
@@ -229,6 +230,26 @@ def test_a_run_whose_time_is_up_fails_with_its_checkpoint_kept(services: Service
     assert job.error is not None
     assert job.error["code"] == "max_runtime"
     assert checkpoints_of(services, job_id) == [job.last_step]
+
+
+def test_a_failed_job_that_is_retried_goes_on_from_its_newest_checkpoint(services: Services) -> None:
+    job_id = place_job(services, steps=300, checkpoint_every=None, max_runtime=1.0)
+    supervised(services, job_id, fake_engine("--step-seconds", "0.02"))
+    failed = job_of(services, job_id)
+    assert failed.state is JobState.FAILED
+    (saved,) = checkpoints_of(services, job_id)
+
+    owner = Account(project_id=failed.project_id, key_id="", scopes=frozenset())
+    with services.db.session() as session:
+        assert jobs.retry(session, owner, job_id, settings=services.settings).error is None
+    place_again(services, job_id)
+    supervised(services, job_id, fake_engine("--step-seconds", "0"))
+
+    job = job_of(services, job_id)
+    assert (job.state, job.attempt, job.error) == (JobState.SUCCEEDED, 2, None)
+    assert any(f"steps {saved + 1} to 300" in message for message in messages_of(services, job_id))
+    assert steps_of(services, job_id) == list(range(1, 301))
+    assert_nothing_left(services, job_id)
 
 
 def test_a_supervisor_that_was_replaced_ends_its_ranks_and_writes_nothing(services: Services) -> None:
