@@ -15,12 +15,13 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api import errors, openapi
+from api import errors, openapi, surroundings
 from api.measures import Measures
 from api.protocol import request_id as new_request_id
-from api.routes import completions, files, health, jobs, keys, models, nodes
+from api.routes import audit_logs, completions, files, health, jobs, keys, models, nodes, projects
 from api.sse import Streams
-from core import examining
+from api.surroundings import Surroundings
+from core import audit, examining
 from core.services import Services
 
 log = structlog.get_logger()
@@ -64,7 +65,7 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     app.state.measures = Measures()
     errors.install(app)
-    for part in (jobs, files, models, completions, nodes, keys, health):
+    for part in (jobs, files, models, completions, nodes, projects, keys, audit_logs, health):
         app.include_router(part.router)
     app.add_middleware(Around)
     return app
@@ -80,7 +81,10 @@ class Around:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = new_request_id()
+        around = Surroundings(new_request_id())
+        surroundings.put(scope, around)
+        client = scope.get("client")
+        came = audit.origin.set(audit.Origin(around.request_id, client[0] if client else None))
         measures: Measures = scope["app"].state.measures
         started, status = time.perf_counter(), 0
 
@@ -88,10 +92,10 @@ class Around:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message).update({"x-request-id": around.request_id} | around.headers)
             await send(message)
 
-        with structlog.contextvars.bound_contextvars(request=request_id):
+        with structlog.contextvars.bound_contextvars(request=around.request_id):
             try:
                 if CONTROL.search(scope["path"]) or b"%00" in scope["query_string"]:
                     nothing = HTTPException(404, "There is nothing under a name with control characters.")
@@ -105,6 +109,7 @@ class Around:
                     raise
                 await errors.unforeseen(error)(scope, receive, send_with_id)
             finally:
+                audit.origin.reset(came)
                 route = getattr(scope.get("route"), "path", "unknown")
                 measures.request(scope["method"], route, status, time.perf_counter() - started)
 

@@ -237,8 +237,7 @@ class Client:
             raise Unreachable(f"the answer broke off: {error}") from error
 
     def keys(self) -> list[Json]:
-        data: list[Json] = self._json("GET", "v1/keys")["data"]
-        return data
+        return list(self._pages("v1/keys", {}))
 
     def create_key(self, name: str, scopes: list[str], *, expires_at: int | None = None) -> Json:
         """A new key; the answer is the only place where its secret ever stands."""

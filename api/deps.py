@@ -44,16 +44,20 @@ ReadingDep = Annotated[Session, Depends(get_reading, scope="function")]
 """A transaction that only reads, and waits for no writer."""
 
 
-def holding(scope: Scope) -> Callable[[ServicesDep, HTTPAuthorizationCredentials | None], Account]:
-    """Whose key it is, if it has `scope`."""
+def holding(scope: Scope) -> Callable[..., Account]:
+    """Whose key it is, if it has `scope` and is of the organisation and project that the request may name."""
 
     def account(
-        services: ServicesDep, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
+        services: ServicesDep,
+        credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
+        organization: Annotated[str | None, Header(alias="openai-organization", include_in_schema=False)] = None,
+        project: Annotated[str | None, Header(alias="openai-project", include_in_schema=False)] = None,
     ) -> Account:
         if credentials is None:
             raise InvalidKey("This route needs a key: send `Authorization: Bearer <key>`.")
         with services.db.reading() as session:
             found = keys.authenticate(session, credentials.credentials)
+        found.belongs_to(organization=organization, project=project)
         found.require(scope)
         return found
 
@@ -65,7 +69,7 @@ OwnerDep = Annotated[Account, Depends(holding("read"))]
 SubmitterDep = Annotated[Account, Depends(holding("submit"))]
 """The caller, who may also change things of their project."""
 AdminDep = Annotated[Account, Depends(holding("admin"))]
-"""The caller, who may also manage keys and shared models."""
+"""The caller, who may also manage their project's keys, and with a key of the first project the organisation."""
 
 AfterDep = Annotated[str | None, Query(max_length=64, description="Id of the last item of the page before.")]
 LimitDep = Annotated[int, Query(ge=1, le=100, description="Items in a page.")]

@@ -33,7 +33,9 @@ TAGS = [
     {"name": "models", "description": "Bases to start from, and results of jobs."},
     {"name": "completions", "description": "Sample from a model."},
     {"name": "nodes", "description": "Hosts that run jobs."},
+    {"name": "projects", "description": "Who owns things, apart from everyone else."},
     {"name": "keys", "description": "Who may do what."},
+    {"name": "audit", "description": "Who did what."},
     {"name": "service", "description": "Health and measures of this server; they need no key."},
 ]
 

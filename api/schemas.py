@@ -7,8 +7,10 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from core.models import ApiKey, Artifact, Checkpoint, File, Job, JobEvent, Model
+from core.keys import Account
+from core.models import ApiKey, Artifact, AuditLog, Checkpoint, File, Job, JobEvent, Model, Project
 from core.nodes import NodeStatus
+from core.projects import ORGANIZATION
 from core.states import JobState
 
 
@@ -466,6 +468,8 @@ class KeyOut(Out):
     id: str
     object: Literal["key"] = "key"
     name: str
+    project: str
+    """Id of the project that it opens."""
     scopes: list[str]
     created_at: int
     expires_at: int | None
@@ -494,11 +498,98 @@ def _key(key: ApiKey) -> dict[str, Any]:
     return {
         "id": key.id,
         "name": key.name,
+        "project": key.project_id,
         "scopes": key.scopes,
         "created_at": int(key.created_at),
         "expires_at": whole(key.expires_at),
         "revoked_at": whole(key.revoked_at),
     }
+
+
+# Projects
+
+
+class ProjectOut(Out):
+    """A project: files, jobs, models and keys that nobody else sees."""
+
+    id: str
+    object: Literal["project"] = "project"
+    organization: str = ORGANIZATION
+    """The one organisation that this server is."""
+    name: str
+    status: Literal["active", "archived"]
+    created_at: int
+    archived_at: int | None
+
+    @classmethod
+    def of(cls, project: Project) -> Self:
+        return cls(
+            id=project.id,
+            name=project.name,
+            status="active" if project.archived_at is None else "archived",
+            created_at=int(project.created_at),
+            archived_at=whole(project.archived_at),
+        )
+
+
+class ProjectList(ListOut):
+    data: list[ProjectOut]
+
+
+# Audit log
+
+
+class ActorOut(Out):
+    """Whose key it was."""
+
+    type: Literal["api_key", "organization"]
+    """`organization` is an admin of the organisation, of whom a project is told no more."""
+    key_id: str | None
+    project: str | None
+    address: str | None
+    """Where the request came from."""
+
+
+class AuditLogOut(Out):
+    """One change, and who made it."""
+
+    id: str
+    object: Literal["audit_log"] = "audit_log"
+    action: str
+    """Such as `job.created`."""
+    created_at: int
+    project: str
+    """Id of the project that the changed thing is in."""
+    object_id: str
+    """Id of the changed thing; a model's name."""
+    actor: ActorOut
+    request_id: str | None
+    """The answer's `x-request-id`."""
+    data: dict[str, Any]
+    """What of it changed."""
+
+    @classmethod
+    def of(cls, entry: AuditLog, *, seen_by: Account) -> Self:
+        told = seen_by.manages_organization or entry.actor_project_id == seen_by.project_id
+        return cls(
+            id=entry.id,
+            action=entry.action,
+            created_at=int(entry.created_at),
+            project=entry.project_id,
+            object_id=entry.object_id,
+            actor=ActorOut(
+                type="api_key" if told else "organization",
+                key_id=entry.actor_key_id if told else None,
+                project=entry.actor_project_id if told else None,
+                address=entry.address if told else None,
+            ),
+            request_id=entry.request_id if told else None,
+            data=entry.data,
+        )
+
+
+class AuditLogList(ListOut):
+    data: list[AuditLogOut]
 
 
 # Nodes

@@ -1,4 +1,8 @@
-"""Models by name: bases in the models directory, found by folder, results of jobs, and their checkpoints."""
+"""Models by name: bases in the models directory, found by folder, results of jobs, and their checkpoints.
+
+A name belongs to one model within a project, and to one among those that everyone may use. Where both have it, the
+project's own is meant: so nobody's name is in another project's way, and nobody can tell which names others use.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from sqlalchemy import Select, or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from core import audit
 from core.errors import InvalidModel, InvalidSpec, NotFound
 from core.keys import Account
 from core.models import Checkpoint, Job, Model
@@ -28,13 +33,12 @@ _MAX_HEADER_BYTES = 100_000_000
 
 def get(session: Session, owner: Account, name: str, *, models: Path) -> Model:
     """A model that the owner may use. A folder that nobody registered, or a checkpoint, is not in the session."""
-    if row := session.scalars(_visible(owner).where(Model.id == name)).one_or_none():
+    if row := _named(session, owner.project_id, name):
         return row
     if checkpoint := _of_checkpoint(session, owner, name):
         return checkpoint
     folder = models / name
-    # A name that another project took is not free for a folder, or one would see that it is there.
-    if _FOLDER.fullmatch(name) and _is_model(folder) and session.get(Model, name) is None:
+    if _FOLDER.fullmatch(name) and _is_model(folder):
         return _of_folder(name, folder)
     raise NotFound(
         f"There is no model {name!r}; GET /v1/models lists what there is. A folder in the models directory is a model.",
@@ -44,8 +48,10 @@ def get(session: Session, owner: Account, name: str, *, models: Path) -> Model:
 
 def list_(session: Session, owner: Account, *, models: Path) -> list[Model]:
     """Every model that the owner may use: newest first, then folders that nobody registered, by name."""
-    rows = list(session.scalars(_visible(owner).order_by(Model.created_at.desc(), Model.id)))
-    taken = set(session.scalars(select(Model.id)))
+    rows = list(session.scalars(_visible(owner.project_id).order_by(Model.created_at.desc(), Model.id)))
+    own = {model.id for model in rows if model.project_id is not None}
+    rows = [model for model in rows if model.project_id is not None or model.id not in own]
+    taken = {model.id for model in rows}
     return rows + [model for model in discover(models) if model.id not in taken]
 
 
@@ -60,21 +66,29 @@ def discover(models: Path) -> Iterator[Model]:
 
 
 def known(session: Session, owner: Account, name: str, *, models: Path) -> Model:
-    """`get`, and other processes find the model by its name afterwards, by `source_of`."""
+    """`get`, and other processes find the model by its `key` afterwards, by `source_of`."""
     model = get(session, owner, name, models=models)
     if model.source.startswith(CHECKPOINT):
         # It has a row of its own, and goes when that goes.
         return model
-    if model not in session and not _insert(session, model):
+    if model not in session and not _add(session, model):
         # Somebody else wanted the same folder at this moment.
         model = get(session, owner, name, models=models)
     return model
 
 
-def source_of(session: Session, name: str) -> str | None:
+def source_of(session: Session, key: str) -> str | None:
     """Where the files of a model lie, as `Model.source` says it; None where there is no such model any more."""
-    if model := session.get(Model, name):
+    if model := session.get(Model, key):
         return model.source
+    return f"{CHECKPOINT}{key}" if session.get(Checkpoint, key) else None
+
+
+def base_source(session: Session, job: Job) -> str | None:
+    """`source_of` what a job starts from; None where that is gone, or it starts from scratch."""
+    name = job.base_model or ""
+    if base := _named(session, job.project_id, name):
+        return base.source
     return f"{CHECKPOINT}{name}" if session.get(Checkpoint, name) else None
 
 
@@ -93,14 +107,21 @@ def facts(session: Session, owner: Account, name: str, *, models: Path, param: s
 
 
 def register(session: Session, owner: Account, name: str, source: str | Mapping[str, str], *, models: Path) -> Model:
-    """Give a model a name: a folder beneath the models directory, for everyone, or a job's result, for the project."""
+    """Give a model a name: a job's result, for the project, or a folder beneath the models directory.
+
+    A folder that an admin of the organisation names is everyone's; another admin's is that project's.
+    """
     if isinstance(source, str):
         owner.require("admin")
         model = _named_folder(name, source, models)
+        model.project_id = None if owner.manages_organization else owner.project_id
     else:
         model = _named_result(session, owner, name, source["job"])
-    if not _insert(session, model):
+    # A folder may keep the name that it has.
+    is_folder = model.source != f"dir:{name}" and _FOLDER.fullmatch(name) and _is_model(models / name)
+    if is_folder or not _insert(session, model, beside=owner.project_id):
         raise InvalidSpec(f"The name {name!r} is taken; choose another.", param="id")
+    audit.record(session, owner, "model.registered", model.id, source=model.source)
     return model
 
 
@@ -110,15 +131,21 @@ def publish_result(session: Session, job: Job, *, prefix: str, shape: ModelShape
     An adapter without a model is one together with the job's base.
     """
     source, sizes = f"{ADAPTER}{job.id}:{prefix}" if is_adapter else f"storage:{prefix}", shape.model_dump(mode="json")
-    if job.result_model is not None and (model := session.get(Model, job.result_model)):
+    if model := result_of(session, job):
         model.source, model.shape = source, sizes
         session.flush()
         return model
     for name in result_names(job):
         model = Model(id=name, project_id=job.project_id, job_id=job.id, source=source, shape=sizes)
-        if _insert(session, model):
+        if _insert(session, model, beside=job.project_id):
             return model
     raise InvalidModel(f"Every name for the result of job {job.id} is taken.")
+
+
+def result_of(session: Session, job: Job) -> Model | None:
+    """The model that the job made; None before it has, or where that is gone."""
+    own = select(Model).where(Model.project_id == job.project_id, Model.id == job.result_model)
+    return session.scalars(own).one_or_none()
 
 
 def result_names(job: Job) -> Iterator[str]:
@@ -155,10 +182,13 @@ def inspect(folder: Path) -> ModelShape:
     return shape
 
 
-def _insert(session: Session, model: Model) -> bool:
-    """Add a model; False where the name is taken."""
-    if session.get(Model, model.id) is not None:
-        return False
+def _insert(session: Session, model: Model, *, beside: str) -> bool:
+    """Add a model; False where the name is taken, as whoever looks from the project `beside` sees it."""
+    return _named(session, beside, model.id) is None and _add(session, model)
+
+
+def _add(session: Session, model: Model) -> bool:
+    """Add a model; False where its project, or everyone, has one of this name."""
     try:
         with session.begin_nested():
             session.add(model)
@@ -168,8 +198,14 @@ def _insert(session: Session, model: Model) -> bool:
     return True
 
 
-def _visible(owner: Account) -> Select[Model]:
-    return select(Model).where(or_(Model.project_id.is_(None), Model.project_id == owner.project_id))
+def _visible(project_id: str) -> Select[Model]:
+    return select(Model).where(or_(Model.project_id.is_(None), Model.project_id == project_id))
+
+
+def _named(session: Session, project_id: str, name: str) -> Model | None:
+    """What a name means to a project: its own model, else everyone's."""
+    found = _visible(project_id).where(Model.id == name).order_by(Model.project_id.is_(None)).limit(1)
+    return session.scalars(found).one_or_none()
 
 
 def _is_model(folder: Path) -> bool:
@@ -192,6 +228,7 @@ def _of_checkpoint(session: Session, owner: Account, name: str) -> Model | None:
         return None
     checkpoint, job = found
     return Model(
+        key=checkpoint.id,
         id=checkpoint.id,
         project_id=job.project_id,
         job_id=job.id,
@@ -209,7 +246,7 @@ def trained_shape(session: Session, job: Job) -> dict[str, Any]:
     name = job.base_model or ""
     if checkpoint := session.get(Checkpoint, name):
         return trained_shape(session, session.get_one(Job, checkpoint.job_id))
-    if (base := session.get(Model, name)) is None:
+    if (base := _named(session, job.project_id, name)) is None:
         raise InvalidModel(f"The base of job {job.id}, {job.base_model}, is gone.", param="model")
     return base.shape
 
@@ -227,7 +264,7 @@ def _named_folder(name: str, source: str, models: Path) -> Model:
 def _named_result(session: Session, owner: Account, name: str, job_id: str) -> Model:
     result = session.scalars(
         select(Model)
-        .join(Job, Job.result_model == Model.id)
+        .join(Job, (Job.result_model == Model.id) & (Job.project_id == Model.project_id))
         .where(Job.id == job_id, Job.project_id == owner.project_id)
     ).one_or_none()
     if result is None:

@@ -13,7 +13,7 @@ from typing import IO, Any
 from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
-from core import inspecting, paging
+from core import audit, inspecting, paging
 from core.db import Database, after_commit
 from core.errors import FileTooLarge, InUse, InvalidFile, InvalidRequest, NotFound
 from core.keys import Account
@@ -104,6 +104,7 @@ def create(
     try:
         with db.session() as session:
             session.add(file)
+            audit.record(session, owner, "file.created", file.id, filename=file.filename, bytes=size)
     except BaseException:
         storage.delete(key)
         raise
@@ -171,6 +172,7 @@ def delete(session: Session, storage: Storage, owner: Account, file_id: str) -> 
         if file_id in {id_ for _, id_ in JobSpec.model_validate(spec).files()}:
             raise InUse(f"Job {job_id} still needs this file; cancel it or wait for its end.", param="file_id")
     session.delete(file)
+    audit.record(session, owner, "file.deleted", file.id, filename=file.filename, bytes=file.bytes)
     session.flush()
     after_commit(session, lambda: storage.delete(file.storage_key))
 

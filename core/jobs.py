@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, func, null, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from core import catalog, files, hints, history, nodes, paging
+from core import audit, catalog, files, hints, history, nodes, paging
 from core.db import lock
 from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound
 from core.failures import failure
@@ -84,6 +84,7 @@ def create(
             return earlier
         raise
     session.add(_state_event(job, "queued"))
+    audit.record(session, owner, "job.created", job.id, name=job.name, kind=job.kind)
     session.flush()
     hints.nudge(session)
     return job
@@ -194,6 +195,7 @@ def cancel(session: Session, owner: Account, job_id: str) -> Job:
         return job
     if job.state in TERMINAL:
         raise InvalidMove(f"The job has already {_words(job.state)}; there is nothing left to cancel.")
+    audit.record(session, owner, "job.cancelled", job_id)
     return move(session, job_id, S.CANCELLED if _nothing_runs(job) else S.CANCELLING)
 
 
@@ -204,6 +206,7 @@ def pause(session: Session, owner: Account, job_id: str) -> Job:
         return job
     if job.state in TERMINAL or job.state is S.CANCELLING:
         raise InvalidMove(f"The job {_words(job.state)} and can't be paused.")
+    audit.record(session, owner, "job.paused", job_id)
     return move(session, job_id, S.PAUSED if _nothing_runs(job) else S.PAUSING)
 
 
@@ -214,6 +217,7 @@ def resume(session: Session, owner: Account, job_id: str) -> Job:
         return job
     if job.state is not S.PAUSED:
         raise InvalidMove(f"The job {_words(job.state)}; only a paused one can be resumed.")
+    audit.record(session, owner, "job.resumed", job_id)
     return _move(session, job_id, S.QUEUED, [], message="resumed", losses=0, retry_at=None)
 
 
@@ -234,6 +238,7 @@ def retry(session: Session, owner: Account, job_id: str, *, settings: Settings) 
         raise InvalidMove(
             f"The job can't be retried, for what it needs is not there any more: {error.message} Submit a new one."
         ) from error
+    audit.record(session, owner, "job.retried", job_id)
     return _move(session, job_id, S.QUEUED, [], message="retried", losses=0, retry_at=None)
 
 
@@ -255,10 +260,21 @@ def change(session: Session, owner: Account, job_id: str, wish: JobChange) -> Jo
         message="; ".join(f"{field} is now {json.dumps(wished[field], ensure_ascii=False)}" for field in before),
         data={field: {"from": was, "to": wished[field]} for field, was in before.items()},
     )
+    audit.record(session, owner, "job.changed", job_id, **{field: wished[field] for field in before})
     session.flush()
     hints.ring(session, job_id)
     hints.nudge(session)
     return job
+
+
+def cancel_all(session: Session, owner: Account, project_id: str) -> None:
+    """End every job of a project, as `cancel` ends one. Whether `owner` may was decided before."""
+    unfinished = select(Job.id).where(Job.project_id == project_id, Job.state.not_in({*TERMINAL, S.CANCELLING}))
+    for job_id in session.scalars(unfinished.order_by(Job.id)).all():
+        job = _locked(session, job_id)
+        if job.state not in TERMINAL and job.state is not S.CANCELLING:
+            move(session, job_id, S.CANCELLED if _nothing_runs(job) else S.CANCELLING)
+            audit.record(session, owner, "job.cancelled", job_id, project_id=project_id)
 
 
 def _nothing_runs(job: Job) -> bool:

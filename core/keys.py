@@ -5,20 +5,24 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import Select, or_, select, update
 from sqlalchemy.orm import Session
 
+from core import audit, paging, projects
 from core.db import lock
 from core.errors import Forbidden, InvalidKey, InvalidRequest, NotFound
 from core.models import ApiKey, Project, database_now
+from core.paging import Page
+from core.projects import DEFAULT_PROJECT as DEFAULT_PROJECT
+from core.projects import ORGANIZATION
 
 SCOPES = ("read", "submit", "admin")
 """Each includes those before it."""
 
-DEFAULT_PROJECT = "proj-default"
 SETTINGS_KEY = "key-settings"
 """Id of the admin key that the settings name."""
 FIRST_KEY_NAME = "first admin key"
@@ -32,12 +36,47 @@ class Account:
     key_id: str
     scopes: frozenset[str]
 
+    @property
+    def manages_organization(self) -> bool:
+        """Whether this is an admin key of the first project, which may manage all of them; another manages its own."""
+        return self.project_id == DEFAULT_PROJECT and "admin" in self.scopes
+
     def require(self, scope: str) -> None:
         """Raise Forbidden unless this key has `scope` or one that includes it."""
         if not self.scopes & set(SCOPES[SCOPES.index(scope) :]):
             raise Forbidden(
                 f"This key may {', '.join(sorted(self.scopes)) or 'nothing'}; this needs one with the scope {scope!r}."
             )
+
+    def belongs_to(self, *, organization: str | None, project: str | None) -> None:
+        """Raise InvalidKey where a request says that it is for another organisation or project than this key's.
+
+        The words are the same whether there is such a project or not.
+        """
+        if organization and organization != ORGANIZATION:
+            raise InvalidKey(f"This key's organisation is {ORGANIZATION}; leave the header OpenAI-Organization out.")
+        if project and project != self.project_id:
+            raise InvalidKey(f"This key's project is {self.project_id}; leave the header OpenAI-Project out.")
+
+
+def issue(
+    session: Session,
+    owner: Account,
+    *,
+    name: str,
+    scopes: Collection[str],
+    project: str | None = None,
+    expires_at: float | None = None,
+    expires_in: float | None = None,
+) -> tuple[ApiKey, str]:
+    """A key of the owner's project, or of any for who manages the organisation, good for `expires_in` seconds."""
+    home = projects.active(session, owner, project or owner.project_id)
+    if expires_in is not None:
+        expires_at = (session.scalar(select(database_now())) or 0.0) + expires_in
+    key, secret = create(session, home.id, name=name, scopes=scopes, expires_at=expires_at)
+    told = {"name": name, "scopes": key.scopes, "expires_at": expires_at}
+    audit.record(session, owner, "api_key.created", key.id, project_id=home.id, **told)
+    return key, secret
 
 
 def create(
@@ -70,13 +109,7 @@ def authenticate(session: Session, bearer: str | None) -> Account:
     ids = [SETTINGS_KEY]
     if bearer.startswith("ts_") and bearer.count("_") >= 2:
         ids.append(f"key-{bearer.split('_', 2)[1][:56]}")
-    keys = session.scalars(
-        select(ApiKey).where(
-            ApiKey.id.in_(ids),
-            ApiKey.revoked_at.is_(None),
-            or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > database_now()),
-        )
-    ).all()
+    keys = session.scalars(_good(select(ApiKey)).where(ApiKey.id.in_(ids))).all()
     digest = _digest(bearer)
     # Compared in constant time, each of them, so that the time tells nothing about a digest.
     matching = [key for key in keys if hmac.compare_digest(key.digest, digest)]
@@ -86,31 +119,53 @@ def authenticate(session: Session, bearer: str | None) -> Account:
     return Account(project_id=key.project_id, key_id=key.id, scopes=frozenset(key.scopes))
 
 
+def closed(session: Session, key_ids: Collection[str]) -> set[str]:
+    """Which of these keys open nothing any more."""
+    return set(key_ids) - set(session.scalars(_good(select(ApiKey.id)).where(ApiKey.id.in_(key_ids))))
+
+
+def _good(query: Select[Any]) -> Select[Any]:
+    """Those keys that open something at this moment."""
+    return query.join(Project).where(
+        ApiKey.revoked_at.is_(None),
+        or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > database_now()),
+        Project.archived_at.is_(None),
+    )
+
+
 def revoke(session: Session, owner: Account, key_id: str) -> ApiKey:
-    """End a key of the owner's project at once; ending it twice changes nothing."""
+    """End a key that the owner may `get`, at once; ending it twice changes nothing."""
+    home = get(session, owner, key_id).project_id
     key = session.scalars(
         update(ApiKey)
-        .where(ApiKey.id == key_id, ApiKey.project_id == owner.project_id, ApiKey.revoked_at.is_(None))
+        .where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None))
         .values(revoked_at=database_now())
         .returning(ApiKey)
         .execution_options(synchronize_session=False, populate_existing=True)
     ).one_or_none()
-    return key or get(session, owner, key_id)
+    if key is None:
+        return get(session, owner, key_id)
+    audit.record(session, owner, "api_key.revoked", key.id, project_id=home)
+    return key
 
 
 def get(session: Session, owner: Account, key_id: str) -> ApiKey:
-    """A key of the owner's project."""
-    key = session.get(ApiKey, key_id)
-    if key is None or key.project_id != owner.project_id:
+    """A key of the owner's project, or any for who manages the organisation."""
+    key = session.scalars(
+        select(ApiKey).where(ApiKey.id == key_id).execution_options(populate_existing=True)
+    ).one_or_none()
+    if key is None or not (key.project_id == owner.project_id or owner.manages_organization):
         raise NotFound(f"There is no key {key_id!r}.")
     return key
 
 
-def list_(session: Session, owner: Account) -> Sequence[ApiKey]:
-    """All keys of the owner's project, revoked ones among them, newest first."""
-    return session.scalars(
-        select(ApiKey).where(ApiKey.project_id == owner.project_id).order_by(ApiKey.created_at.desc(), ApiKey.id.desc())
-    ).all()
+def page(
+    session: Session, owner: Account, *, project: str | None = None, after: str | None = None, limit: int = 20
+) -> Page[ApiKey]:
+    """Keys of the owner's project, or of another that they may see, revoked ones among them, newest first."""
+    home = projects.get(session, owner, project or owner.project_id)
+    query = select(ApiKey).where(ApiKey.project_id == home.id)
+    return paging.by_age(session, query, ApiKey.created_at, ApiKey.id, after=after, limit=limit)
 
 
 def ensure_admin(session: Session, admin_key: str | None) -> str | None:

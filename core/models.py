@@ -5,7 +5,19 @@ from __future__ import annotations
 import secrets
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, Enum, Float, ForeignKey, Index, MetaData, String, Text, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Enum,
+    Float,
+    ForeignKey,
+    Index,
+    MetaData,
+    String,
+    Text,
+    UniqueConstraint,
+    text,
+)
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -46,6 +58,11 @@ State = Enum(JobState, native_enum=False, length=16, values_callable=lambda stat
 """A word in the table, not a database enum: a new state needs no migration of the column."""
 
 
+def _where(condition: str) -> dict[str, Any]:
+    """Arguments of an index over some rows only."""
+    return {"sqlite_where": text(condition), "postgresql_where": text(condition)}
+
+
 class Base(DeclarativeBase):
     # Named alike on both databases, so that a migration can say which constraint it means.
     metadata = MetaData(
@@ -72,6 +89,31 @@ class Project(Base):
     id: Mapped[str] = mapped_column(Id, primary_key=True)
     name: Mapped[str] = mapped_column(Name)
     created_at: Mapped[float] = mapped_column(default=database_now())
+    archived_at: Mapped[float | None]
+    """Since when its keys open nothing; None while it lives."""
+
+
+class AuditLog(Base):
+    """Who changed what, written in the transaction of the change. Never changed once written."""
+
+    __tablename__ = "audit_logs"
+    __table_args__ = (Index("audit_logs_by_project", "project_id", "created_at", "id"),)
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    """Where the changed thing is."""
+    actor_project_id: Mapped[str] = mapped_column(Id)
+    """Whose key it was; another project than `project_id` where an admin of the organisation came in."""
+    actor_key_id: Mapped[str] = mapped_column(Id)
+    action: Mapped[str] = mapped_column(String(64))
+    """Such as `job.created`: a kind of thing, and what became of it."""
+    object_id: Mapped[str] = mapped_column(Name)
+    data: Mapped[dict[str, Any]]
+    """What of it changed; never a secret."""
+    request_id: Mapped[str | None] = mapped_column(Id)
+    address: Mapped[str | None] = mapped_column(Id)
+    """Where the request came from; behind a proxy, where that says it did."""
+    created_at: Mapped[float] = mapped_column(default=database_now(), index=True)
 
 
 class ApiKey(Base):
@@ -233,11 +275,19 @@ class Artifact(Base):
 
 
 class Model(Base):
-    """A named model that can be trained further or sampled from."""
+    """A named model that can be trained further or sampled from. A name is one model's within its project."""
 
     __tablename__ = "models"
+    __table_args__ = (
+        UniqueConstraint("project_id", "id"),
+        # To a database two NULLs are two projects.
+        Index("models_of_everyone", "id", unique=True, **_where("project_id IS NULL")),
+    )
 
-    id: Mapped[str] = mapped_column(Name, primary_key=True)
+    key: Mapped[str] = mapped_column(Name, primary_key=True, default=lambda: new_id("model"))
+    """What it is called between the service's own parts: a name is not enough, as two projects may both use it."""
+    id: Mapped[str] = mapped_column(Name)
+    """Its name, as the API shows and takes it."""
     project_id: Mapped[str | None] = mapped_column(ForeignKey("projects.id"), index=True)
     """None is a base that everyone may use."""
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))

@@ -30,7 +30,7 @@ _FILE = "file-0123456789abcdef01234567"
 """What an id looks like, in examples."""
 
 
-def _duration(value: object) -> object:
+def duration(value: object) -> object:
     """Seconds from `12h`, `1d6h`, `90m`; a number stays, and anything else has no meaning."""
     if isinstance(value, str) and value and (match := _DURATION.fullmatch(value)):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -362,7 +362,7 @@ class JobSpec(Ask):
     priority: Priority = 0
     """Higher goes first."""
     max_runtime: (
-        Annotated[timedelta, BeforeValidator(_duration), Field(gt=timedelta(0), le=timedelta(days=3650))] | None
+        Annotated[timedelta, BeforeValidator(duration), Field(gt=timedelta(0), le=timedelta(days=3650))] | None
     ) = None
     """How long it may run, such as `12h`, `1d6h`, `90m`, or seconds as a number. Default: as long as it takes."""
     model: ModelAsk

@@ -135,13 +135,13 @@ class Counter:
 
 
 def bring(services: Services) -> Callable[[str, Path], None]:
-    """How a model comes to this host, by its name. Who may use it was decided where it was asked for."""
+    """How a model comes to this host, by its key. Who may use it was decided where it was asked for."""
 
-    def bring(model: str, folder: Path) -> None:
+    def bring(key: str, folder: Path) -> None:
         with services.db.reading() as session:
-            source = catalog.source_of(session, model)
+            source = catalog.source_of(session, key)
         if source is None:
-            raise Failed(f"there is no model {model!r}; it may have been removed", code="not_found", param="model")
+            raise Failed("there is no such model any more; it may have been removed", code="not_found", param="model")
         try:
             staging.stage_model(services, source, folder)
         except staging.Unusable as error:

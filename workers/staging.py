@@ -87,7 +87,7 @@ def _fetch(storage: Storage, file: File, path: Path) -> None:
 
 
 def _source(session: Session, job: Job) -> str:
-    if job.base_model is not None and (source := catalog.source_of(session, job.base_model)):
+    if source := catalog.base_source(session, job):
         return source
     raise Unusable("invalid_model", f"the model {job.base_model} is gone")
 

@@ -277,6 +277,6 @@ async def framed(
 
 
 def named(services: Services, owner: Account, model: str) -> str:
-    """The name by which samplers find the model."""
+    """The key by which samplers find the model."""
     with services.db.session() as session:
-        return catalog.known(session, owner, model, models=services.settings.models).id
+        return catalog.known(session, owner, model, models=services.settings.models).key

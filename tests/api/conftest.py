@@ -21,6 +21,7 @@ from api.protocol import Protocol
 from api.server import Server
 from core import broker, keys, schema
 from core.models import Project
+from core.projects import DEFAULT_PROJECT
 from core.services import Services
 from core.settings import Settings
 
@@ -97,6 +98,8 @@ def live(tmp_path_factory) -> Iterator[Live]:
     settings = Settings(data_dir=tmp_path_factory.mktemp("api"), max_file_bytes=MAX_FILE_BYTES)
     schema.upgrade(settings.database)
     with broker.running(settings), Services(settings) as services, running(services) as url:
+        with services.db.session() as session:
+            keys.ensure_admin(session, None)
         yield Live(url, services)
 
 
@@ -104,6 +107,13 @@ def live(tmp_path_factory) -> Iterator[Live]:
 def key(live: Live) -> str:
     """A key that may do everything in a project of this test's own."""
     return live.key()
+
+
+@pytest.fixture
+def organization(live: Live) -> Iterator[httpx.Client]:
+    """An admin of the organisation."""
+    with live.http(live.key(project=DEFAULT_PROJECT)) as client:
+        yield client
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_a_text_is_continued(http, base, asked):
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     (request,) = asked
     assert request.items() >= {
-        "model": base, "prompt": "abc", "max_tokens": 5, "temperature": 0.0, "top_p": 1.0, "seed": 7, "stop": ["x"],
+        "prompt": "abc", "max_tokens": 5, "temperature": 0.0, "top_p": 1.0, "seed": 7, "stop": ["x"],
         "n": 1, "stream": False, "echo": False, "logprobs": None,
     }.items()  # fmt: skip
 

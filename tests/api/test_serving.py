@@ -17,12 +17,13 @@ import psutil
 import pytest
 import torch
 from peft import PeftModel
+from sqlalchemy import select
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from api.cli import app
 from core import artifacts, catalog, checkpoints, jobs
-from core.models import Job
+from core.models import Job, Model
 from engine import assemble
 from engine.config import RunConfig
 from engine.tokenizer import Tokenizer
@@ -269,7 +270,8 @@ def test_a_checkpoint_is_a_model_that_says_what_its_adapter_says_in_peft(live, w
 def test_an_adapter_without_a_model_is_one_with_its_base(live, tuned, tmp_path) -> None:
     name, run_dir = tuned.result, tuned.run_dir
     with live.services.db.reading() as session:
-        source = catalog.source_of(session, name)
+        (model,) = session.scalars(select(Model).where(Model.id == name))
+        source = catalog.source_of(session, model.key)
     staging.stage_model(live.services, source, tmp_path / "staged")
     assert {path.name for path in tmp_path.iterdir()} == {"staged"}, "nothing else is left"
     assemble.main(run_dir / "run.json", "checkpoint", run_dir / "checkpoints" / "step-00000004", tmp_path / "made")

@@ -169,14 +169,59 @@ def test_a_later_attempts_result_takes_the_same_name(session: Session) -> None:
 
 
 def test_a_result_never_takes_the_place_of_another_jobs(session: Session, owner: Account) -> None:
-    make.project(session, "proj-other")
-    ours = make.job(session, id="job-0123456789abcdef01234567", name="demo")
-    theirs = make.job(session, id="job-01234567ffffffffffffffff", name="demo", project_id="proj-other")
-    first = catalog.publish_result(session, ours, prefix="jobs/ours/1/model", shape=make.shape())
-    second = catalog.publish_result(session, theirs, prefix="jobs/theirs/1/model", shape=make.shape())
-    assert (first.id, first.source) == ("demo-01234567", "storage:jobs/ours/1/model")
-    assert (second.id, second.project_id) == ("demo-01234567ffffffffffffffff", "proj-other")
-    assert [model.id for model in catalog.list_(session, owner, models=Path("none"))] == [first.id]
+    first_job = make.job(session, id="job-0123456789abcdef01234567", name="demo")
+    second_job = make.job(session, id="job-01234567ffffffffffffffff", name="demo")
+    first = catalog.publish_result(session, first_job, prefix="jobs/first/1/model", shape=make.shape())
+    second = catalog.publish_result(session, second_job, prefix="jobs/second/1/model", shape=make.shape())
+    assert (first.id, first.source) == ("demo-01234567", "storage:jobs/first/1/model")
+    assert second.id == "demo-01234567ffffffffffffffff"
+    assert {model.id for model in catalog.list_(session, owner, models=Path("none"))} == {first.id, second.id}
+
+
+def test_a_name_is_free_in_each_project_and_means_its_own_model_there(session: Session, tmp_path: Path) -> None:
+    accounts = [Account(make.project(session, id).id, "k", frozenset({"admin"})) for id in ("proj-a", "proj-b")]
+    for account in accounts:
+        job = make.job(session, project_id=account.project_id, state=JobState.SUCCEEDED)
+        prefix = f"jobs/{account.project_id}/1/model"
+        job.result_model = catalog.publish_result(session, job, prefix=prefix, shape=make.shape()).id
+        catalog.register(session, account, "best", {"job": job.id}, models=tmp_path)
+        follower = make.job(session, project_id=account.project_id, base_model="best")
+        assert catalog.base_source(session, follower) == f"storage:{prefix}"
+        with pytest.raises(InvalidSpec, match="taken"):
+            catalog.register(session, account, "best", {"job": job.id}, models=tmp_path)
+    found = [catalog.get(session, account, "best", models=tmp_path) for account in accounts]
+    assert [catalog.source_of(session, model.key) for model in found] == [
+        "storage:jobs/proj-a/1/model", "storage:jobs/proj-b/1/model",
+    ]  # fmt: skip
+    assert catalog.source_of(session, "best") is None, "between the service's parts a name is not enough"
+
+
+def test_a_projects_own_model_is_meant_where_everyone_has_one_of_the_name(
+    session: Session, owner: Account, tmp_path: Path
+) -> None:
+    theirs = Account(make.project(session, "proj-a").id, "k", frozenset({"admin"}))
+    folder(tmp_path, "first")
+    folder(tmp_path, "second")
+    catalog.register(session, theirs, "chosen", "dir:first", models=tmp_path)
+    catalog.register(session, owner, "chosen", "dir:second", models=tmp_path)
+    other = Account(make.project(session, "proj-b").id, "k", frozenset({"read"}))
+    assert catalog.get(session, theirs, "chosen", models=tmp_path).source == "dir:first"
+    assert catalog.get(session, other, "chosen", models=tmp_path).source == "dir:second"
+    for account in (theirs, other):
+        listed = [model.id for model in catalog.list_(session, account, models=tmp_path)]
+        assert sorted(listed) == ["chosen", "first", "second"]
+
+
+def test_the_name_of_a_folder_or_of_a_model_of_everyone_is_taken(
+    session: Session, owner: Account, tmp_path: Path
+) -> None:
+    theirs = Account(make.project(session, "proj-a").id, "k", frozenset({"admin"}))
+    folder(tmp_path)
+    folder(tmp_path, "other")
+    catalog.register(session, owner, "shared", "dir:tiny", models=tmp_path)
+    for name in ("other", "shared"):
+        with pytest.raises(InvalidSpec, match="taken"):
+            catalog.register(session, theirs, name, "dir:tiny", models=tmp_path)
 
 
 def test_a_folder_can_be_given_another_name_by_an_admin(session: Session, owner: Account, tmp_path: Path) -> None:

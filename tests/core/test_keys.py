@@ -8,9 +8,9 @@ import time
 import pytest
 from sqlalchemy.orm import Session
 
-from core import keys
+from core import keys, projects
 from core.errors import Forbidden, InvalidKey, InvalidRequest, NotFound
-from core.keys import DEFAULT_PROJECT, Account
+from core.keys import DEFAULT_PROJECT, SETTINGS_KEY, Account
 from core.models import ApiKey
 from tests import make
 from tests.conftest import ADMIN_KEY
@@ -62,13 +62,53 @@ def test_a_key_opens_until_it_expires(session: Session, seconds: float, opens: b
             keys.authenticate(session, secret)
 
 
-def test_another_projects_key_can_be_neither_seen_nor_revoked(session: Session, owner: Account) -> None:
+def test_another_projects_key_can_be_neither_seen_nor_revoked(session: Session) -> None:
     make.project(session, "proj-other")
+    make.project(session, "proj-third")
+    stranger = Account(project_id="proj-third", key_id="k", scopes=frozenset({"admin"}))
     key, secret = keys.create(session, "proj-other", name="theirs", scopes=["admin"])
     with pytest.raises(NotFound):
-        keys.revoke(session, owner, key.id)
+        keys.revoke(session, stranger, key.id)
     keys.authenticate(session, secret)
-    assert key.id not in {listed.id for listed in keys.list_(session, owner)}
+    assert key.id not in {listed.id for listed in keys.page(session, stranger).data}
+    with pytest.raises(NotFound, match="There is no project 'proj-other'"):
+        keys.page(session, stranger, project="proj-other")
+    with pytest.raises(NotFound, match="There is no project 'proj-other'"):
+        keys.issue(session, stranger, name="in", scopes=["read"], project="proj-other")
+
+
+def test_an_admin_of_the_organisation_makes_sees_and_ends_keys_of_every_project(
+    session: Session, owner: Account
+) -> None:
+    make.project(session, "proj-other")
+    key, secret = keys.issue(session, owner, name="in", scopes=["admin"], project="proj-other", expires_in=3600)
+    assert keys.authenticate(session, secret).project_id == "proj-other"
+    assert key.expires_at is not None
+    assert 0 < key.expires_at - time.time() < 3700
+    assert [listed.id for listed in keys.page(session, owner, project="proj-other").data] == [key.id]
+    keys.revoke(session, owner, key.id)
+    with pytest.raises(InvalidKey):
+        keys.authenticate(session, secret)
+
+
+@pytest.mark.parametrize(
+    ("project", "scope", "manages"),
+    [(DEFAULT_PROJECT, "admin", True), (DEFAULT_PROJECT, "submit", False), ("proj-other", "admin", False)],
+)
+def test_only_admin_keys_of_the_first_project_manage_the_organisation(project: str, scope: str, manages: bool) -> None:
+    assert Account(project, "k", frozenset({scope})).manages_organization is manages
+
+
+def test_the_keys_of_an_archived_project_open_nothing(session: Session, owner: Account) -> None:
+    make.project(session, "proj-other")
+    key, secret = keys.create(session, "proj-other", name="theirs", scopes=["admin"])
+    assert keys.closed(session, [key.id]) == set()
+    projects.archive(session, owner, "proj-other")
+    with pytest.raises(InvalidKey):
+        keys.authenticate(session, secret)
+    assert keys.closed(session, [key.id, SETTINGS_KEY]) == {key.id}
+    with pytest.raises(InvalidRequest, match="archived"):
+        keys.issue(session, owner, name="late", scopes=["read"], project="proj-other")
 
 
 @pytest.mark.parametrize(

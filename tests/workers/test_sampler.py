@@ -166,9 +166,9 @@ def test_a_base_on_this_host_is_linked_and_a_result_is_fetched(services: Service
     (services.settings.models / "base" / "config.json").write_text("{}")
     services.storage.put_bytes("jobs/job-1/1/artifacts/model/config.json", json.dumps({"a": 1}).encode())
     with services.db.session() as session:
-        session.add(Model(id="base", source="dir:base", shape={}))
-        session.add(Model(id="result", source="storage:jobs/job-1/1/artifacts/model", shape={}))
-        session.add(Model(id="moved", source="dir:moved", shape={}))
+        session.add(Model(key="base", id="base", source="dir:base", shape={}))
+        session.add(Model(key="result", id="result", source="storage:jobs/job-1/1/artifacts/model", shape={}))
+        session.add(Model(key="moved", id="moved", source="dir:moved", shape={}))
     bringing = bring(services)
 
     bringing("base", tmp_path / "one")
@@ -176,7 +176,7 @@ def test_a_base_on_this_host_is_linked_and_a_result_is_fetched(services: Service
 
     assert (tmp_path / "one").is_symlink()
     assert json.loads((tmp_path / "two" / "config.json").read_text()) == {"a": 1}
-    with pytest.raises(Failed, match="no model 'nobody'"):
+    with pytest.raises(Failed, match="no such model"):
         bringing("nobody", tmp_path / "three")
     with pytest.raises(Failed, match="'moved' is not in this host's models directory"):
         bringing("moved", tmp_path / "four")

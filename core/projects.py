@@ -1,0 +1,99 @@
+"""Projects of the organisation that this service is: who may see them, and what changes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core import audit, paging
+from core.errors import Forbidden, InvalidMove, InvalidRequest, NotFound
+from core.models import Project, database_now, new_id
+from core.paging import Page
+
+if TYPE_CHECKING:
+    from core.keys import Account
+
+ORGANIZATION = "org-default"
+"""Id of the one organisation that an installation is."""
+DEFAULT_PROJECT = "proj-default"
+"""The first project. Admin keys of it manage the organisation; it can't be archived."""
+
+
+def create(session: Session, owner: Account, name: str) -> Project:
+    """A new project; for who manages the organisation."""
+    _require_organization(owner)
+    project = Project(id=new_id("proj"), name=name)
+    session.add(project)
+    session.flush()
+    audit.record(session, owner, "project.created", project.id, project_id=project.id, name=name)
+    return project
+
+
+def get(session: Session, owner: Account, project_id: str) -> Project:
+    """The owner's project, or any of them for who manages the organisation."""
+    return _one(session, owner, project_id)
+
+
+def page(
+    session: Session, owner: Account, *, after: str | None = None, limit: int = 20, include_archived: bool = False
+) -> Page[Project]:
+    """Projects that the owner may see, newest first."""
+    query = select(Project)
+    if not owner.manages_organization:
+        query = query.where(Project.id == owner.project_id)
+    where = [] if include_archived else [Project.archived_at.is_(None)]
+    return paging.by_age(session, query, Project.created_at, Project.id, after=after, limit=limit, where=where)
+
+
+def active(session: Session, owner: Account, project_id: str) -> Project:
+    """`get`, and it stays unarchived until the commit."""
+    project = _one(session, owner, project_id, lock="share")
+    if project.archived_at is not None:
+        raise InvalidRequest(f"Project {project_id} is archived; nothing new can be made in it.", param="project")
+    return project
+
+
+def rename(session: Session, owner: Account, project_id: str, name: str) -> Project:
+    """Give it another name; for who manages the organisation."""
+    project = _one(session, owner, project_id, lock="update")
+    _require_organization(owner)
+    if project.name != name:
+        project.name = name
+        audit.record(session, owner, "project.updated", project.id, project_id=project.id, name=name)
+        session.flush()
+    return project
+
+
+def archive(session: Session, owner: Account, project_id: str) -> Project:
+    """Close a project for good: its keys open nothing from the commit on. Archiving twice changes nothing."""
+    project = _one(session, owner, project_id, lock="update")
+    _require_organization(owner)
+    if project.id == DEFAULT_PROJECT:
+        raise InvalidMove("The first project can't be archived: its admin keys manage the organisation.")
+    if project.archived_at is None:
+        project.archived_at = session.scalar(select(database_now()))
+        audit.record(session, owner, "project.archived", project.id, project_id=project.id)
+        session.flush()
+    return project
+
+
+def _one(session: Session, owner: Account, project_id: str, *, lock: str | None = None) -> Project:
+    # In words that are the same for a project that isn't there and for one that isn't theirs.
+    query = select(Project).where(Project.id == project_id)
+    if not owner.manages_organization:
+        query = query.where(Project.id == owner.project_id)
+    if lock is not None:
+        query = query.with_for_update(read=lock == "share").execution_options(populate_existing=True)
+    project = session.scalars(query).one_or_none()
+    if project is None:
+        raise NotFound(f"There is no project {project_id!r}.", param="project")
+    return project
+
+
+def _require_organization(owner: Account) -> None:
+    if not owner.manages_organization:
+        raise Forbidden(
+            f"Only a key of {DEFAULT_PROJECT} with the scope 'admin' may do this: it concerns the organisation."
+        )
