@@ -1,4 +1,4 @@
-"""Talk to a Trainshed server from Python, over its public routes alone.
+"""Talk to a Trainshed server from Python, over its public routes alone. Users import it as `trainshed`.
 
     client = Client("http://127.0.0.1:8642", key)
     job = client.submit({"kind": "finetune", "model": {"base": "…"}, "data": {"train": [client.upload(path)["id"]]}})
@@ -6,7 +6,8 @@
         print(event)
     client.download(job["id"], Path("result"))
 
-What the server answers is returned as it stands, as dicts.
+What the server answers is returned as it stands, as dicts. What may be asked twice is tried again for as long as
+`patience` says, and so is everything that did not reach the server or that it put off; nothing else is.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
 
 Json = dict[str, Any]
+Answer = TypeVar("Answer")
 
 QUIET_SECONDS = 45.0
 """A stream that says nothing for this long, not even a heartbeat, is dead."""
@@ -34,23 +35,52 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 """Seconds between attempts; doubled from the first to the longest."""
 
 
-class ApiError(Exception):
+STEADY_SECONDS = 5.0
+"""A stream that broke off sooner than this is still the same outage."""
+ANSWER_SECONDS = 300.0
+"""How long nothing may come of what takes its time on the server: judging a file, waiting for a sampler."""
+PIECE = 1024 * 1024
+PUT_OFF = 429
+LATER = frozenset({502, 503, 504})
+"""Statuses of a server, or of what stands before it, that may pass by themselves."""
+
+Report = Callable[[str, int, int], None]
+"""Hears of a transfer: the name, the bytes that are over, and the bytes there are."""
+Waiting = Callable[[Exception, float], None]
+"""Hears that something is tried again: what went wrong, and for how many seconds more it is tried."""
+
+
+class TrainshedError(Exception):
+    """Whatever goes wrong between this client and a server."""
+
+
+class ApiError(TrainshedError):
     """The server's answer to a request that it can't fulfil."""
 
-    def __init__(self, status: int, error: Mapping[str, Any], request_id: str | None) -> None:
+    def __init__(
+        self, status: int, error: Mapping[str, Any], request_id: str | None, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(error.get("message") or f"HTTP {status}")
         self.status = status
         self.error = dict(error)
+        """All that the server said."""
         self.code: str | None = error.get("code")
+        """Stable name of the error."""
         self.param: str | None = error.get("param")
+        """Path of the field to blame, such as `training.lr`."""
         self.request_id = request_id
+        """Under which the server's log has it."""
+        self.retry_after = _seconds((headers or {}).get("retry-after"))
+        """Seconds that the server asks to wait, if it does."""
+        self.is_final = (headers or {}).get("x-should-retry") == "false"
+        """The server says that asking again is in vain."""
 
 
-class Unreachable(Exception):
-    """No server answers at the URL."""
+class Unreachable(TrainshedError):
+    """No server answers at the URL, or the connection broke."""
 
 
-class Damaged(Exception):
+class Damaged(TrainshedError):
     """What was downloaded is not what the manifest says."""
 
 
@@ -68,14 +98,25 @@ class Client:
     """One server and one key. Safe to use from several threads; close it, or use it as a context."""
 
     def __init__(
-        self, url: str, key: str, *, patience: float = 30.0, transport: httpx.BaseTransport | None = None
+        self,
+        url: str,
+        key: str,
+        *,
+        patience: float = 30.0,
+        timeout: float = 60.0,
+        waiting: Waiting = lambda error, seconds: None,
+        transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.patience = patience
-        """How long, in seconds, reads are tried again while the server is away."""
+        """How long, in seconds, something is tried again while the server is away; 0 does not try again."""
+        self.timeout = timeout
+        """How long, in seconds, one request may go on without a byte coming or going."""
+        self.waiting = waiting
+        """Hears each time before it is waited."""
         self.http = httpx.Client(
             base_url=url.rstrip("/") + "/",
             headers={"authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(60.0, connect=5.0),
+            timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)),
             transport=transport,
         )
 
@@ -90,24 +131,59 @@ class Client:
 
     # Files
 
-    def upload(self, file: Path | BinaryIO, *, purpose: str = "fine-tune", filename: str | None = None) -> Json:
-        """Send a training file; the answer has its `id`."""
+    def upload(
+        self,
+        file: Path | BinaryIO,
+        *,
+        purpose: str = "fine-tune",
+        filename: str | None = None,
+        reuse: bool = False,
+        report: Report = lambda name, done, total: None,
+    ) -> Json:
+        """Send a training file; the answer has its `id`.
+
+        With `reuse`, a file that is there already, by name, content and purpose, is returned instead; trying again
+        after a broken connection is then safe, and is done.
+        """
         if isinstance(file, Path):
             with file.open("rb") as opened:
-                return self.upload(opened, purpose=purpose, filename=filename or file.name)
+                return self.upload(opened, purpose=purpose, filename=filename or file.name, reuse=reuse, report=report)
         label = filename or os.path.basename(str(getattr(file, "name", "upload")))
-        return self._json("POST", "v1/files", data={"purpose": purpose}, files={"file": (label, file)}, timeout=None)
+        sent = _Counted(file, lambda done, total: report(label, done, total))
+
+        def send() -> Json:
+            if reuse and (there := self.uploaded(sha256=sent.sha256(), filename=label, purpose=purpose)):
+                return there
+            answer: Json = self._once(
+                "POST", "v1/files", data={"purpose": purpose}, files={"file": (label, sent)},
+                timeout=self._patient,
+            ).json()  # fmt: skip
+            return answer
+
+        return self._tried(send, again=reuse)
+
+    def uploaded(self, *, sha256: str, filename: str, purpose: str) -> Json | None:
+        """The newest file with this content, name and purpose."""
+        same = {"sha256": sha256, "filename": filename}
+        found = (file for file in self.files(purpose=purpose) if same.items() <= file.items())
+        return next(found, None)
 
     def files(self, **query: Any) -> Iterator[Json]:
+        """Newest first. Filter: `purpose`."""
         return self._pages("v1/files", query)
+
+    def file(self, file_id: str) -> Json:
+        return self._json("GET", f"v1/files/{_part(file_id)}")
 
     def file_report(self, file_id: str, **under: Any) -> Json:
         """What validation found; with `base=…`, also what becomes of each example under that model."""
-        return self._json("GET", f"v1/files/{_part(file_id)}/report", params=under)
+        return self._json("GET", f"v1/files/{_part(file_id)}/report", params=under, timeout=self._patient)
 
     def preview(self, file_id: str, base: str, **which: Any) -> Json:
         """Some examples in ids and text, as `base` reads them, and what of them is learned."""
-        return self._json("POST", f"v1/files/{_part(file_id)}/preview", json={"base": base, **which})
+        body = {"base": base, **which}
+        path = f"v1/files/{_part(file_id)}/preview"
+        return self._json("POST", path, again=True, json=body, timeout=self._patient)
 
     def delete_file(self, file_id: str) -> Json:
         return self._json("DELETE", f"v1/files/{_part(file_id)}")
@@ -117,32 +193,35 @@ class Client:
     def submit(self, spec: Mapping[str, Any], *, idempotency_key: str | None = None) -> Json:
         """Queue a job. Trying again is safe: each call carries a key that the server remembers."""
         key = idempotency_key or uuid.uuid4().hex
-        return self._retried(lambda: self._json("POST", "v1/jobs", json=spec, headers={"idempotency-key": key}))
+        return self._json("POST", "v1/jobs", again=True, json=spec, headers={"idempotency-key": key})
 
     def job(self, job_id: str) -> Json:
-        return self._retried(lambda: self._json("GET", f"v1/jobs/{_part(job_id)}"))
+        return self._json("GET", f"v1/jobs/{_part(job_id)}")
 
     def jobs(self, **query: Any) -> Iterator[Json]:
         """Newest first. Filters: `state`, `kind`, and `label[name]` through a dict."""
         return self._pages("v1/jobs", query)
 
     def cancel(self, job_id: str) -> Json:
-        return self._json("POST", f"v1/jobs/{_part(job_id)}/cancel")
+        """End it. Like the next two it may be asked twice."""
+        return self._json("POST", f"v1/jobs/{_part(job_id)}/cancel", again=True)
 
     def pause(self, job_id: str) -> Json:
-        return self._json("POST", f"v1/jobs/{_part(job_id)}/pause")
+        return self._json("POST", f"v1/jobs/{_part(job_id)}/pause", again=True)
 
     def resume(self, job_id: str) -> Json:
-        return self._json("POST", f"v1/jobs/{_part(job_id)}/resume")
+        return self._json("POST", f"v1/jobs/{_part(job_id)}/resume", again=True)
 
     def events(self, job_id: str, **query: Any) -> Iterator[Json]:
+        """Oldest first, unless `order` is `desc`. Filter: `type`."""
         return self._pages(f"v1/jobs/{_part(job_id)}/events", query)
 
     def metrics(self, job_id: str, **query: Any) -> Json:
+        """Numbers over steps, thinned: `names`, `from_step`, `to_step`, `max_points`."""
         return self._json("GET", f"v1/jobs/{_part(job_id)}/metrics", params=query)
 
     def logs(self, job_id: str, **query: Any) -> str:
-        return self._send("GET", f"v1/jobs/{_part(job_id)}/logs", params=query).text
+        return self._send("GET", f"v1/jobs/{_part(job_id)}/logs", again=True, params=query).text
 
     def checkpoints(self, job_id: str, **query: Any) -> Iterator[Json]:
         return self._pages(f"v1/jobs/{_part(job_id)}/checkpoints", query)
@@ -153,23 +232,26 @@ class Client:
         A broken connection is taken up again where it broke. Raises Unreachable when the server stays away.
         """
         last = str(after)
-        pauses = _Pauses(self.patience)
+        pauses = _Pauses(self)
         while True:
+            began = time.monotonic()
+            # The server may say good-bye without `done`: it is going down, and another comes.
+            error: Exception = Unreachable("the stream ended before the job did")
             try:
                 for event in self._stream(job_id, last):
-                    last, pauses = event.id, _Pauses(self.patience)
+                    last, began = event.id, -STEADY_SECONDS
                     yield event
                     if event.name == "done":
                         return
-            except httpx.TransportError as error:
-                pauses.take(error)
-            except ApiError as error:
-                if error.status < 500:
+            except httpx.TransportError as broken:
+                error = broken
+            except ApiError as refused:
+                if refused.status not in LATER | {PUT_OFF}:
                     raise
-                pauses.take(error)
-            else:
-                # The server said good-bye without `done`: it is going down, and another comes.
-                pauses.take(Unreachable("the stream ended before the job did"))
+                error = refused
+            if time.monotonic() - began >= STEADY_SECONDS:
+                pauses = _Pauses(self)
+            pauses.take(error)
 
     def wait(self, job_id: str) -> Json:
         """The job, once it has ended."""
@@ -182,12 +264,14 @@ class Client:
     # Artifacts
 
     def artifacts(self, job_id: str) -> Json:
-        return self._retried(lambda: self._json("GET", f"v1/jobs/{_part(job_id)}/artifacts"))
+        """The files of the job's result, and the manifest."""
+        return self._json("GET", f"v1/jobs/{_part(job_id)}/artifacts")
 
     def download(
-        self, job_id: str, into: Path, *, report: Callable[[str, int, int], None] = lambda path, done, total: None
-    ) -> list[Path]:
-        """Bring the job's artifacts into a folder, each verified by its sha256; goes on where an earlier call stopped.
+        self, job_id: str, into: Path, *, report: Report = lambda path, done, total: None
+    ) -> list[Path]:  # fmt: skip
+        """Bring the job's artifacts into a folder, each verified by its sha256; goes on where an earlier call stopped,
+        however that ended.
 
         `report` hears the path, the bytes that are here, and the bytes there are. Raises Damaged.
         """
@@ -206,22 +290,27 @@ class Client:
         data: list[Json] = self._json("GET", "v1/models")["data"]
         return data
 
+    def model(self, model_id: str) -> Json:
+        return self._json("GET", f"v1/models/{_part(model_id)}")
+
     def register_model(self, model_id: str, source: str | Mapping[str, Any]) -> Json:
         return self._json("POST", "v1/models", json={"id": model_id, "source": source})
 
     def complete(self, model: str, prompt: str, **options: Any) -> Json:
         """A continuation of `prompt`. Options as in OpenAI's `/completions`, such as max_tokens, temperature, seed."""
-        return self._json("POST", "v1/completions", json={"model": model, "prompt": prompt, **options}, timeout=None)
+        body = {"model": model, "prompt": prompt, **options}
+        return self._json("POST", "v1/completions", json=body, timeout=self._patient)
 
     def chat(self, model: str, messages: list[Json], **options: Any) -> Json:
+        """An answer, whole. Options as in OpenAI's `/chat/completions`."""
         body = {"model": model, "messages": messages, **options}
-        return self._json("POST", "v1/chat/completions", json=body, timeout=None)
+        return self._json("POST", "v1/chat/completions", json=body, timeout=self._patient)
 
     def chat_stream(self, model: str, messages: list[Json], **options: Any) -> Iterator[str]:
         """The answer, piece by piece as it is made. Raises ApiError where it breaks off."""
         body = {"model": model, "messages": messages, **options, "stream": True}
         try:
-            with self.http.stream("POST", "v1/chat/completions", json=body, timeout=None) as response:
+            with self.http.stream("POST", "v1/chat/completions", json=body, timeout=self._patient) as response:
                 _raise_for(response)
                 for line in response.iter_lines():
                     data = line.removeprefix("data: ")
@@ -244,7 +333,8 @@ class Client:
         return self._json("POST", "v1/keys", json={"name": name, "scopes": scopes, "expires_at": expires_at})
 
     def revoke_key(self, key_id: str) -> Json:
-        return self._json("DELETE", f"v1/keys/{_part(key_id)}")
+        """End a key; it may be asked twice."""
+        return self._json("DELETE", f"v1/keys/{_part(key_id)}", again=True)
 
     def nodes(self) -> list[Json]:
         data: list[Json] = self._json("GET", "v1/nodes")["data"]
@@ -252,40 +342,53 @@ class Client:
 
     def ready(self) -> Json:
         """What `/readyz` says, whether it is ready or not."""
-        answer: Json = self.http.get("readyz").json()
+        try:
+            answer: Json = self.http.get("readyz").json()
+        except httpx.TransportError as error:
+            raise Unreachable(f"no server answers at {self.http.base_url}: {error}") from error
         return answer
 
     # How
 
-    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        try:
-            response = self.http.request(method, path, **options)
-        except httpx.ConnectError as error:
-            raise Unreachable(f"no server answers at {self.http.base_url}: {error}") from error
+    @property
+    def _patient(self) -> httpx.Timeout:
+        """For what takes its time on the server."""
+        return httpx.Timeout(self.timeout, connect=min(5.0, self.timeout), read=max(ANSWER_SECONDS, self.timeout))
+
+    def _once(self, method: str, path: str, **options: Any) -> httpx.Response:
+        response = self.http.request(method, path, **options)
         _raise_for(response)
         return response
 
-    def _json(self, method: str, path: str, **options: Any) -> Json:
-        answer: Json = self._send(method, path, **options).json()
+    def _send(self, method: str, path: str, *, again: bool, **options: Any) -> httpx.Response:
+        return self._tried(lambda: self._once(method, path, **options), again=again)
+
+    def _json(self, method: str, path: str, *, again: bool = False, **options: Any) -> Json:
+        answer: Json = self._send(method, path, again=again or method == "GET", **options).json()
         return answer
 
-    def _retried(self, call: Callable[[], Json]) -> Json:
-        """For what may be asked twice."""
-        pauses = _Pauses(self.patience)
+    def _tried(self, call: Callable[[], Answer], *, again: bool) -> Answer:
+        """Ask, and ask again where that can help and, as `again` says or since nothing was done, does no harm."""
+        pauses = _Pauses(self)
         while True:
             try:
                 return call()
-            except (httpx.TransportError, Unreachable) as error:
-                pauses.take(error)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                pauses.take(Unreachable(f"no server answers at {self.http.base_url}: {error}"))
+            except httpx.TransportError as error:
+                broken = Unreachable(f"the connection to {self.http.base_url} broke: {error or type(error).__name__}")
+                if not again:
+                    raise broken from error
+                pauses.take(broken)
             except ApiError as error:
-                if error.status not in {502, 503, 504}:
+                if error.is_final or not (error.status == PUT_OFF or (again and error.status in LATER)):
                     raise
                 pauses.take(error)
 
     def _pages(self, path: str, query: Mapping[str, Any]) -> Iterator[Json]:
         params = _brackets(query)
         while True:
-            page = self._retried(partial(self._json, "GET", path, params=dict(params)))
+            page = self._json("GET", path, params=dict(params))
             yield from page["data"]
             if not page["has_more"] or not page["data"]:
                 return
@@ -298,31 +401,36 @@ class Client:
             _raise_for(response)
             yield from _frames(_lines(response.iter_bytes()))
 
-    def _fetch(
-        self, job_id: str, artifact: Json, target: Path, report: Callable[[str, int, int], None]
-    ) -> None:  # fmt: skip
+    def _fetch(self, job_id: str, artifact: Json, target: Path, report: Report) -> None:
         part = target.with_name(target.name + ".part")
         target.parent.mkdir(parents=True, exist_ok=True)
-        pauses, done = _Pauses(self.patience), part.stat().st_size if part.exists() else 0
-        while done < artifact["bytes"] or not part.exists():
-            before, error = done, Unreachable("the connection broke")
-            try:
-                self._append(job_id, artifact, part, done, report)
-            except httpx.TransportError as broken:
-                error = Unreachable(f"the connection broke: {broken}")
-            done = part.stat().st_size if part.exists() else 0
-            if done > before:
-                pauses = _Pauses(self.patience)
-            if done < artifact["bytes"]:
-                pauses.take(error)
+        found = part.exists()
+        self._complete(job_id, artifact, part, report)
+        if found and _sha256(part) != artifact["sha256"]:
+            # What lay here was the beginning of something else, or was spoiled: once more, from the first byte.
+            part.unlink()
+            self._complete(job_id, artifact, part, report)
         if _sha256(part) != artifact["sha256"]:
             part.unlink()
             raise Damaged(f"{artifact['path']} is not what the manifest says; it was removed, download it again")
         os.replace(part, target)
 
-    def _append(
-        self, job_id: str, artifact: Json, part: Path, done: int, report: Callable[[str, int, int], None]
-    ) -> None:  # fmt: skip
+    def _complete(self, job_id: str, artifact: Json, part: Path, report: Report) -> None:
+        """Bring what is missing of a file, over as many connections as it takes."""
+        pauses, done = _Pauses(self), part.stat().st_size if part.exists() else 0
+        while done < artifact["bytes"] or not part.exists():
+            before, error = done, Unreachable("the connection broke")
+            try:
+                self._append(job_id, artifact, part, done, report)
+            except httpx.TransportError as broken:
+                error = Unreachable(f"the connection broke: {broken or type(broken).__name__}")
+            done = part.stat().st_size if part.exists() else 0
+            if done > before:
+                pauses = _Pauses(self)
+            if done < artifact["bytes"]:
+                pauses.take(error)
+
+    def _append(self, job_id: str, artifact: Json, part: Path, done: int, report: Report) -> None:
         headers = {"range": f"bytes={done}-", "if-range": f'"{artifact["sha256"]}"'} if done else {}
         url = f"v1/jobs/{_part(job_id)}/artifacts/{quote(artifact['path'])}"
         with self.http.stream("GET", url, headers=headers) as response:
@@ -335,20 +443,58 @@ class Client:
 
 
 class _Pauses:
-    """Waits that grow, until patience ends."""
+    """Waits that grow, until patience ends. It begins with the first of them."""
 
-    def __init__(self, patience: float) -> None:
-        self.deadline = time.monotonic() + patience
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.deadline: float | None = None
         self.next = FIRST_PAUSE
 
     def take(self, error: Exception) -> None:
         """Wait a while, or raise what is wrong when it lasts too long."""
-        if time.monotonic() + self.next > self.deadline:
-            if isinstance(error, ApiError | Unreachable):
+        now = time.monotonic()
+        self.deadline = self.deadline or now + self.client.patience
+        pause = max(self.next, getattr(error, "retry_after", None) or 0.0)
+        if now + pause > self.deadline:
+            if isinstance(error, TrainshedError):
                 raise error
             raise Unreachable(f"the server stays away: {error}") from error
-        time.sleep(self.next)
+        self.client.waiting(error, self.deadline - now)
+        time.sleep(pause)
         self.next = min(2 * self.next, LONGEST_PAUSE)
+
+
+class _Counted:
+    """A file, all of it, that says how much of it was read, and can be read anew."""
+
+    def __init__(self, file: BinaryIO, report: Callable[[int, int], None]) -> None:
+        self.file = file
+        self.report = report
+        self.total = file.seek(0, os.SEEK_END)
+        self._sha256: str | None = None
+        file.seek(0)
+
+    def sha256(self) -> str:
+        """Leaves the file at its beginning."""
+        if self._sha256 is None:
+            digest = hashlib.sha256()
+            self.file.seek(0)
+            while piece := self.file.read(PIECE):
+                digest.update(piece)
+            self.file.seek(0)
+            self._sha256 = digest.hexdigest()
+        return self._sha256
+
+    def read(self, size: int = -1) -> bytes:
+        data = self.file.read(size)
+        self.report(self.file.tell(), self.total)
+        return data
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def seek(self, to: int, whence: int = os.SEEK_SET) -> int:
+        return self.file.seek(to, whence)
 
 
 def _raise_for(response: httpx.Response) -> None:
@@ -359,7 +505,15 @@ def _raise_for(response: httpx.Response) -> None:
         error = response.json()["error"]
     except (ValueError, KeyError, TypeError):
         error = {"message": f"HTTP {response.status_code} from something that is not Trainshed; is the URL right?"}
-    raise ApiError(response.status_code, error, response.headers.get("x-request-id"))
+    raise ApiError(response.status_code, error, response.headers.get("x-request-id"), response.headers)
+
+
+def _seconds(value: str | None) -> float | None:
+    """What `Retry-After` says as a number; its form as a date is for days, and nobody waits that long here."""
+    try:
+        return max(0.0, float(value or ""))
+    except ValueError:
+        return None
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:

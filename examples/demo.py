@@ -1,6 +1,6 @@
 """A job's whole life on this machine: pretrain a small model on real text, fine-tune it, download both, talk to them.
 
-Everything after `trainshed serve` is HTTP with a key, through `api.client`. Run it with `make demo`; what it makes
+Everything after `trainshed serve` is HTTP with a key, through the Python client. Run it with `make demo`; what it makes
 stays in `.demo` to look at. It ends non-zero, with the reason and the log's tail, when anything is not as it should be.
 """
 
@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from api.client import ApiError, Client, Damaged, Unreachable
+from trainshed import ApiError, Client, Damaged, Unreachable
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / ".demo"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("api", "core", "engine", "migrations", "workers")
+PACKAGES = ("api", "core", "engine", "migrations", "trainshed", "workers")
 CONTRACT = ("engine.config", "engine.events", "engine.families", "engine.data.format", "engine.plan")
 """What the service and the engine share. A prefix stands for everything beneath it."""
 
@@ -40,6 +40,8 @@ RULES = (
     Rule("core", ("core", *CONTRACT), never=HEAVY | {"fastapi", "starlette"}),
     Rule("workers", ("workers", "core", *CONTRACT), never=HEAVY | {"fastapi", "starlette"}),
     Rule("api", ("api", "core", *CONTRACT), never=HEAVY),
+    Rule("trainshed", ("api.client",), frozenset()),
+    Rule("api.client", (), frozenset({"httpx"})),
     Rule("migrations", ("core.models", "core.settings"), frozenset({"alembic", "sqlalchemy"})),
 )
 TOP_LEVEL = {
@@ -116,6 +118,7 @@ def test_modules_import_only_what_the_table_allows():
         pytest.param("api.routes.jobs", "workers.tasks", True, id="the api asks through core"),
         pytest.param("migrations.env", "core.jobs", True, id="migrations know tables only"),
         pytest.param("api.client", "json", False, id="the standard library"),
+        pytest.param("api.client", "core.spec", True, id="a client that needs no service"),
     ],
 )
 def test_the_table_says_what_we_mean(module: str, imported: str, refused: bool):
@@ -129,6 +132,7 @@ def test_the_table_says_what_we_mean(module: str, imported: str, refused: bool):
         pytest.param(CONTRACT, ("torch", "numpy", "sqlalchemy", "core"), id="contract"),
         pytest.param(("core",), ("torch", "transformers", "fastapi", "workers", "api"), id="core"),
         pytest.param(("api",), ("torch", "transformers", "workers"), id="api"),
+        pytest.param(("trainshed",), ("pydantic", "fastapi", "sqlalchemy", "core", "engine"), id="what users import"),
         pytest.param(("workers",), ("torch", "transformers", "fastapi", "api"), id="workers"),
         pytest.param(("engine.launch",), ("torch",), id="the parent of the ranks"),
     ],

@@ -1,15 +1,21 @@
 """The Python client against a real server, and against a connection that breaks."""
 
 import hashlib
+import io
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import httpx
 import pytest
 
 from api import client as client_module
-from api.client import ApiError, Client, Damaged, Unreachable
 from tests.api import driving
 from tests.api.conftest import Live
+from trainshed import ApiError, Client, Damaged, TrainshedError, Unreachable
 
+ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = "adapter/adapter_model.safetensors"
 
 
@@ -80,16 +86,52 @@ def test_a_download_that_breaks_off_goes_on_where_it_stopped(live: Live, http, k
     assert transport.ranges == [None, "bytes=200000-", "bytes=400000-"]
 
 
-def test_a_download_that_was_spoiled_on_disk_is_found_out(live: Live, http, client, tmp_path):
+def test_a_download_killed_in_the_middle_goes_on_where_it_was(live: Live, http, key, tmp_path):
+    job = driving.finished(live.services, http, tmp_path / "export")
+    dying = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from trainshed import Client\n"
+        "url, key, job, into = sys.argv[1:]\n"
+        "die = lambda path, done, total: 200_000 < done < total and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Client(url, key).download(job, Path(into), report=die)\n"
+    )
+    into = tmp_path / "into"
+    command = [sys.executable, "-c", dying, live.url, key, job, str(into)]
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    here = (into / (WEIGHTS + ".part")).stat().st_size
+    assert 0 < here < len(driving.ADAPTER[WEIGHTS])
+    transport = Flaky(bytes_each=10**9)
+    with Client(live.url, key, transport=transport) as client:
+        client.download(job, into)
+    assert transport.ranges == [f"bytes={here}-"]
+    assert (into / WEIGHTS).read_bytes() == driving.ADAPTER[WEIGHTS]
+    assert not list(into.rglob("*.part"))
+
+
+def test_the_beginning_of_something_else_is_found_out_and_brought_anew(live: Live, http, client, tmp_path):
     job = driving.finished(live.services, http, tmp_path / "export")
     part = tmp_path / "into" / (WEIGHTS + ".part")
     part.parent.mkdir(parents=True)
     part.write_bytes(b"x" * 1000)
-    with pytest.raises(Damaged, match="not what the manifest says"):
-        client.download(job, tmp_path / "into")
     client.download(job, tmp_path / "into")
     found = hashlib.sha256((tmp_path / "into" / WEIGHTS).read_bytes()).hexdigest()
     assert found == hashlib.sha256(driving.ADAPTER[WEIGHTS]).hexdigest()
+    assert not part.exists()
+
+
+def test_what_is_not_as_the_manifest_says_is_not_kept(tmp_path):
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/artifacts"):
+            artifact = {"path": "a", "bytes": 3, "sha256": hashlib.sha256(b"abc").hexdigest(), "kind": "model"}
+            return httpx.Response(200, json={"data": [artifact], "has_more": False})
+        return httpx.Response(200, content=b"abd")
+
+    transport = httpx.MockTransport(answer)
+    with Client("http://server", "key", transport=transport) as client, pytest.raises(Damaged, match="manifest says"):
+        client.download("job-1", tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("path", ["../evil", "/etc/evil", "a/../../evil", "", "a\\..\\evil", "c:evil"])
@@ -134,6 +176,7 @@ def test_errors_say_what_the_server_said_and_a_server_that_is_not_there_is_told(
         client.cancel("job-1")
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
     assert caught.value.request_id.startswith("req-")
+    assert isinstance(caught.value, TrainshedError)
     with Client("http://127.0.0.1:9", key, patience=0.1) as client:
         for call in (lambda: client.cancel("job-1"), lambda: client.job("job-1"), lambda: list(client.follow("job-1"))):
             with pytest.raises(Unreachable):
@@ -149,3 +192,102 @@ def test_something_else_at_the_url_is_told_from_trainshed():
     page = httpx.MockTransport(lambda request: httpx.Response(404, text="<html>"))
     with Client("http://elsewhere", "key", transport=page) as client, pytest.raises(ApiError, match="is the URL right"):
         client.job("job-1")
+
+
+def test_a_file_that_is_there_already_is_not_sent_again(live: Live, client):
+    heard = []
+    content = io.BytesIO(driving.TEXT)
+    first = client.upload(content, filename="a.txt", reuse=True, report=lambda *said: heard.append(said))
+    assert heard[-1] == ("a.txt", len(driving.TEXT), len(driving.TEXT))
+    heard.clear()
+    assert client.upload(content, filename="a.txt", reuse=True, report=lambda *said: heard.append(said)) == first
+    assert heard == []
+    others = [
+        client.upload(content, filename="b.txt", reuse=True),
+        client.upload(content, filename="a.txt", purpose="pretrain", reuse=True),
+        client.upload(io.BytesIO(driving.TEXT + b"!"), filename="a.txt", reuse=True),
+        client.upload(content, filename="a.txt"),
+    ]
+    assert len({first["id"], *(other["id"] for other in others)}) == 5
+
+
+class Answers(httpx.BaseTransport):
+    """Gives each of these in turn, an exception or an answer, and remembers what it was asked."""
+
+    def __init__(self, *answers: httpx.Response | Exception) -> None:
+        self.answers, self.asked = list(answers), []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(f"{request.method} {request.url.path}")
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def refusal(status: int, **headers: str) -> httpx.Response:
+    error = {"message": "not now", "type": "server_error", "param": None, "code": "unavailable"}
+    return httpx.Response(status, json={"error": error}, headers=headers)
+
+
+OK = httpx.Response(200, json={"id": "job-1", "data": [], "has_more": False})
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "is_repeated"),
+    [
+        pytest.param(lambda client: client.job("job-1"), httpx.ReadTimeout("slow"), True, id="a read that broke"),
+        pytest.param(lambda client: client.job("job-1"), refusal(503), True, id="a read from a server that starts"),
+        pytest.param(lambda client: client.cancel("job-1"), httpx.ReadError("gone"), True, id="a cancel that broke"),
+        pytest.param(lambda client: client.create_key("a", []), httpx.ConnectError("no"), True, id="never sent"),
+        pytest.param(lambda client: client.create_key("a", []), refusal(429), True, id="put off"),
+        pytest.param(lambda client: client.create_key("a", []), httpx.ReadError("gone"), False, id="a key that broke"),
+        pytest.param(lambda client: client.create_key("a", []), refusal(503), False, id="a key from a server in need"),
+        pytest.param(lambda client: client.job("job-1"), refusal(500), False, id="a fault of the server's"),
+        pytest.param(
+            lambda client: client.job("job-1"), refusal(504, **{"x-should-retry": "false"}), False, id="in vain"
+        ),
+    ],
+)
+def test_only_what_may_be_asked_twice_is_asked_twice(quick, call, answer, is_repeated):
+    heard = []
+    transport = Answers(answer, OK)
+    waiting = lambda error, seconds: heard.append((type(error), seconds))  # noqa: E731
+    with Client("http://server", "key", transport=transport, waiting=waiting) as client:
+        if is_repeated:
+            assert call(client)["id"] == "job-1"
+            assert transport.asked[0] == transport.asked[1]
+            assert heard == [(ApiError if isinstance(answer, httpx.Response) else Unreachable, 30.0)]
+        else:
+            with pytest.raises(TrainshedError):
+                call(client)
+            assert len(transport.asked) == 1
+
+
+def test_a_server_that_says_when_to_come_back_is_believed_within_patience(quick):
+    soon, late = (refusal(429, **{"retry-after": seconds}) for seconds in ("0.05", "3600"))
+    with Client("http://server", "key", transport=Answers(soon, OK)) as client:
+        assert client.job("job-1")["id"] == "job-1"
+    with Client("http://server", "key", transport=Answers(late)) as client, pytest.raises(ApiError) as caught:
+        client.job("job-1")
+    assert (caught.value.status, caught.value.retry_after) == (429, 3600.0)
+
+
+def test_patience_with_a_stream_begins_when_it_breaks_not_with_the_last_event(quick, monkeypatch):
+    """A job may be silent for longer than the client would wait for its server."""
+    now = [0.0]
+    monkeypatch.setattr(client_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(client_module.time, "sleep", lambda seconds: None)
+
+    class Quiet(httpx.SyncByteStream):
+        def __iter__(self):
+            yield b'event: log\nid: 1\ndata: {"seq": 1}\n\n'
+            now[0] += 3600.0
+            raise httpx.ReadError("the server restarts")
+
+    done = b'event: done\nid: 1-done\ndata: {"job": {"id": "job-1"}}\n\n'
+    transport = Answers(
+        httpx.Response(200, stream=Quiet()), httpx.ConnectError("no"), httpx.Response(200, content=done)
+    )
+    with Client("http://server", "key", transport=transport) as client:
+        assert [event.name for event in client.follow("job-1")] == ["log", "done"]
