@@ -7,9 +7,11 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from core import plans
 from core.keys import Account
 from core.models import ApiKey, Artifact, AuditLog, Checkpoint, File, Job, JobEvent, Model, Project
 from core.nodes import NodeStatus
+from core.plans import Planned
 from core.projects import ORGANIZATION
 from core.states import JobState
 
@@ -230,6 +232,117 @@ class JobOut(Out):
             model=job.result_model,
             artifacts=[ArtifactOut.of(artifact) for artifact in artifacts],
         )
+
+
+class PlannedFileOut(Out):
+    """A file that the job would read."""
+
+    id: str
+    use: Literal["train", "validation", "tokenizer"]
+    filename: str
+    bytes: int
+    report: dict[str, Any]
+    """What validation found, as `GET /v1/files/{id}/report` shows it."""
+
+
+class LayoutOut(Out):
+    """How the job would be laid out over ranks, and a step over passes."""
+
+    ranks: int
+    parallel: dict[str, Any]
+    """Ranks of each axis, as `run_config.parallel` has them."""
+    global_batch: int
+    """Rows of a step."""
+    micro_batch: int
+    """Rows of a pass."""
+    micro_batches: int
+    """Passes of each replica in a step."""
+    seq_len: int
+    """Tokens of a row."""
+    precision: Literal["bf16", "fp32"]
+    device: Literal["cpu", "cuda"]
+    recomputed: list[str]
+    """Operations whose results are computed again in the backward pass."""
+
+
+class DiskOut(Out):
+    """Bytes on disk, at most, of the run and in storage alike."""
+
+    checkpoint_bytes: int
+    """One checkpoint."""
+    result_bytes: int
+    """The result."""
+    total_bytes: int
+    """All that the job keeps, while the newest checkpoint is being written."""
+
+
+class PlanOut(Out):
+    """What a job would be and need; nothing is queued."""
+
+    object: Literal["plan"] = "plan"
+    kind: Literal["pretrain", "finetune"]
+    slots: int
+    """GPUs (or CPU slots) that it needs at once."""
+    parameters: int
+    """Weights, adapters included."""
+    trainable_parameters: int
+    estimated_rows: int
+    """Of the training files, once."""
+    estimated_steps: int
+    estimated_tokens: int
+    """In all steps."""
+    flops_per_step: int
+    """Forward and backward, by the model's arithmetic, of rows that are one document each."""
+    layout: LayoutOut
+    bytes_per_rank: dict[str, int]
+    """Of the rank that needs most, by what for, and `total`."""
+    bytes_by_phase: dict[str, int]
+    """What that rank holds `between_steps`, at the `end_of_forward`, and in the `loss`."""
+    disk: DiskOut
+    queue: QueueOut
+    """Where it would stand now; without a reason it would start at once."""
+    data: list[PlannedFileOut]
+    run_config: dict[str, Any]
+    """What a submit would run, every number explicit."""
+
+    @classmethod
+    def of(cls, kind: Literal["pretrain", "finetune"], planned: Planned) -> Self:
+        plan, run = planned.resolution.plan, planned.resolution.run
+        asked = run.model_dump(mode="json")
+        return cls(
+            kind=kind,
+            slots=planned.resolution.slots,
+            layout=LayoutOut(
+                ranks=plan["ranks"],
+                parallel=asked["parallel"],
+                global_batch=run.training.global_batch,
+                micro_batch=run.training.micro_batch,
+                micro_batches=plans.micro_batches(asked),
+                seq_len=run.data.seq_len,
+                precision=run.training.precision,
+                device=run.device,
+                recomputed=plan["recomputed"],
+            ),
+            bytes_per_rank=plan["bytes_per_rank"],
+            bytes_by_phase=plans.by_phase(plan["bytes_per_rank"]),
+            disk=DiskOut(
+                checkpoint_bytes=plan["checkpoint_bytes"],
+                result_bytes=plan["result_bytes"],
+                total_bytes=plan["disk_bytes"],
+            ),
+            queue=QueueOut(position=planned.prospect.position, reason=planned.prospect.reason),
+            data=[
+                PlannedFileOut(id=file.id, use=use, filename=file.filename, bytes=file.bytes, report=file.report)
+                for use, file in planned.files
+            ],
+            run_config=asked,
+            **{name: plan[name] for name in _OF_A_PLAN},
+        )
+
+
+_OF_A_PLAN = (
+    "parameters", "trainable_parameters", "estimated_rows", "estimated_steps", "estimated_tokens", "flops_per_step",
+)  # fmt: skip
 
 
 class JobList(ListOut):

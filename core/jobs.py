@@ -54,7 +54,7 @@ def create(
     """
     if earlier := _earlier(session, owner, idempotency_key, request_digest, retried=retried):
         return earlier
-    resolution = _resolve(session, owner, spec, settings)
+    resolution = resolved(session, owner, spec, settings)
     job = Job(
         id=new_id("job"),
         project_id=owner.project_id,
@@ -90,7 +90,8 @@ def create(
     return job
 
 
-def _resolve(session: Session, owner: Account, spec: JobSpec, settings: Settings) -> Resolution:
+def resolved(session: Session, owner: Account, spec: JobSpec, settings: Settings) -> Resolution:
+    """The run that a job would be, with what is there now. Raises where it can't run, or needs what isn't there."""
     base, uploads = _needed(session, owner, spec, settings)
     return resolve(spec, base=base, files=uploads, cluster=nodes.cluster(session), now=datetime.now(UTC))
 
@@ -450,7 +451,7 @@ def refit(session: Session, job: Job, *, settings: Settings) -> Job:
         return job
     owner = Account(project_id=job.project_id, key_id="", scopes=frozenset())
     try:
-        resolution = _resolve(session, owner, JobSpec.model_validate(job.spec), settings)
+        resolution = resolved(session, owner, JobSpec.model_validate(job.spec), settings)
     except InvalidSpec as error:
         why = failure("out_of_memory", error.message, param=error.param)
         return move(session, job.id, S.FAILED, fence=job.attempt, error=why)

@@ -35,8 +35,9 @@ from engine.config import (
 )
 from engine.data.format import Format
 from engine.plan import budget, memory
+from engine.plan.flops import model_flops
 from engine.plan.memory import Memory
-from engine.plan.recompute import OPERATIONS
+from engine.plan.recompute import ELEMENTS, FP32, OPERATIONS
 
 if TYPE_CHECKING:
     from core.files import FileFacts
@@ -653,7 +654,28 @@ def _plan(shape: ModelShape, lora: Lora | None, needs: Memory, steps: int, rows:
         "estimated_rows": rows,
         "estimated_steps": steps,
         "estimated_tokens": steps * run.training.global_batch * run.data.seq_len,
+        "flops_per_step": _flops(shape, lora, run),
+        **_disk(parameters, adapters, run),
     }
+
+
+def _flops(shape: ModelShape, lora: Lora | None, run: RunConfig) -> int:
+    """Of a step whose rows are one document each; packed rows need less."""
+    tokens = run.training.global_batch * run.data.seq_len
+    seen = min(run.data.seq_len, shape.sliding_window or run.data.seq_len)
+    return model_flops(shape, tokens=tokens, pairs=tokens * seen, lora=lora)
+
+
+def _disk(parameters: int, adapters: int | None, run: RunConfig) -> dict[str, int]:
+    """Bytes of a checkpoint (master and two moments, in fp32, of what trains), of the result, and of all at once."""
+    checkpoint = 3 * FP32 * (parameters if adapters is None else adapters)
+    dtype = run.export.dtype if run.export.dtype != "keep" or run.base is not None else run.training.precision
+    # What a base keeps its weights in shows once it is read; fp32 is the most.
+    models = (adapters is None or run.export.merged) + run.export.gguf
+    result = models * parameters * ELEMENTS.get(dtype, FP32) + (adapters or 0) * FP32
+    # The oldest goes once the newest is whole.
+    kept = run.training.keep_checkpoints + 1 + run.training.keep_best
+    return {"checkpoint_bytes": checkpoint, "result_bytes": result, "disk_bytes": kept * checkpoint + result}
 
 
 def _gib(size: int) -> str:

@@ -163,6 +163,27 @@ def position(session: Session, job: Job) -> int | None:
     return 1 + (count or 0)
 
 
+@dataclass(frozen=True)
+class Prospect:
+    """What would become of a job that is submitted now."""
+
+    position: int
+    """1 would be next."""
+    reason: str | None
+    """Why it would wait; None: it would start at once."""
+
+
+def foresee(session: Session, *, needs: int, device: str, priority: int) -> Prospect:
+    """Where a job would stand in the queue that needs so many slots."""
+    first = Job.priority >= priority
+    ahead = session.execute(
+        select(Job.id, Job.slots, Job.run_config["device"].as_string()).where(_ready(), first).order_by(*_ORDER)
+    )
+    decision = decide([*(Waiting(*row) for row in ahead), Waiting("", needs, device)], _hosts(session))
+    count = session.scalar(select(func.count()).where(Job.state == JobState.QUEUED, first))
+    return Prospect(1 + (count or 0), decision.reasons.get(""))
+
+
 _ORDER = (Job.priority.desc(), Job.created_at, Job.id)
 
 

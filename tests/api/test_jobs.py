@@ -142,6 +142,7 @@ def test_name_labels_and_priority_can_be_changed_and_nothing_else(http):
     ]:
         assert envelope(http.patch(f"/v1/jobs/{second}", json=wish), 400)["param"] == param
     assert http.patch(f"/v1/jobs/{second}", json={}).json() == job
+    http.post(f"/v1/jobs/{second}/cancel")
 
 
 def test_lists_go_newest_first_in_pages_and_are_filtered(http):

@@ -15,7 +15,7 @@ from tests.api.conftest import DEADLINE_SECONDS
 
 ROUTES = [
     ("GET", "/v1/jobs"), ("POST", "/v1/jobs"), ("GET", "/v1/jobs/job-1"), ("POST", "/v1/jobs/job-1/cancel"),
-    ("POST", "/v1/jobs/job-1/retry"), ("PATCH", "/v1/jobs/job-1"),
+    ("POST", "/v1/jobs/job-1/retry"), ("PATCH", "/v1/jobs/job-1"), ("POST", "/v1/plans"),
     ("GET", "/v1/jobs/job-1/stream"), ("GET", "/v1/jobs/job-1/artifacts.tar"), ("GET", "/v1/files"),
     ("POST", "/v1/files"), ("GET", "/v1/files/file-1/content"), ("DELETE", "/v1/files/file-1"), ("GET", "/v1/models"),
     ("GET", "/v1/models/a/b"), ("POST", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),

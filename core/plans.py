@@ -1,0 +1,58 @@
+"""What would become of a job if it were submitted now. It goes in by the same door, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy.orm import Session
+
+from core import files, jobs, scheduler
+from core.keys import Account
+from core.models import File
+from core.resolve import Resolution
+from core.scheduler import Prospect
+from core.settings import Settings
+from core.spec import JobSpec
+
+Use = Literal["train", "validation", "tokenizer"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job that nobody queued."""
+
+    resolution: Resolution
+    files: tuple[tuple[Use, File], ...]
+    """What it reads, each with what validation found."""
+    prospect: Prospect
+
+
+def plan(session: Session, owner: Account, spec: JobSpec, *, settings: Settings) -> Planned:
+    """What `jobs.create` would make of `spec`, and when it would start. Raises what that raises."""
+    with session.begin_nested() as undone:
+        resolution = jobs.resolved(session, owner, spec, settings)
+        used = tuple((_use(param), files.get(session, owner, id_)) for param, id_ in spec.files())
+        device = resolution.run.device
+        prospect = scheduler.foresee(session, needs=resolution.slots, device=device, priority=spec.priority)
+        # A folder that nobody named before would have become a row.
+        undone.rollback()
+    return Planned(resolution, used, prospect)
+
+
+def _use(param: str) -> Use:
+    return "validation" if param == "data.validation" else "tokenizer" if param.startswith("tokenizer") else "train"
+
+
+def by_phase(bytes_per_rank: Mapping[str, int]) -> dict[str, int]:
+    """Bytes that the rank which needs most holds at each point of a step."""
+    state = sum(bytes_per_rank[item] for item in ("weights", "gradients", "optimizer", "snapshot"))
+    forward = state + bytes_per_rank["activations"]
+    return {"between_steps": state, "end_of_forward": forward, "loss": forward + bytes_per_rank["logits"]}
+
+
+def micro_batches(run: Mapping[str, Any]) -> int:
+    """Passes that each replica makes for a step."""
+    training = run["training"]
+    return int(training["global_batch"] // (training["micro_batch"] * run["parallel"]["data"]))
