@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,11 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api import errors, openapi, surroundings
 from api.measures import Measures
 from api.protocol import request_id as new_request_id
-from api.routes import audit_logs, completions, files, health, jobs, keys, models, nodes, plans, projects
+from api.routes import audit_logs, completions, files, health, jobs, keys, models, nodes, plans, projects, uploads
 from api.sse import Streams
 from api.surroundings import Surroundings
 from core import audit, examining
 from core.services import Services
+from core.settings import Settings
+from core.uploads import PART_BYTES
 
 log = structlog.get_logger()
 
@@ -30,6 +32,11 @@ MAX_JSON_BYTES = 4 * 1024 * 1024
 """Largest body other than an upload."""
 MULTIPART_BYTES = 64 * 1024
 """What the form around an uploaded file may take."""
+UPLOADS: tuple[tuple[re.Pattern[str], Callable[[Settings], int]], ...] = (
+    (re.compile(re.escape(files.PATH)), lambda settings: settings.max_file_bytes),
+    (re.compile(rf"{uploads.PATH}/[^/]+/parts"), lambda settings: min(PART_BYTES, settings.max_file_bytes)),
+)
+"""The paths that a file may be sent to, and how large one."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -65,7 +72,7 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     app.state.measures = Measures()
     errors.install(app)
-    for part in (jobs, plans, files, models, completions, nodes, projects, keys, audit_logs, health):
+    for part in (jobs, plans, files, uploads, models, completions, nodes, projects, keys, audit_logs, health):
         app.include_router(part.router)
     app.add_middleware(Around)
     return app
@@ -117,8 +124,9 @@ class Around:
 def limited(scope: Scope, receive: Receive) -> Receive:
     """`receive`, counting: what is too large is refused while it comes in, whatever its headers said."""
     services: Services = scope["app"].state.services
-    upload = scope["path"] == files.PATH
-    most = services.settings.max_file_bytes + MULTIPART_BYTES if upload else MAX_JSON_BYTES
+    sizes = (size(services.settings) for path, size in UPLOADS if path.fullmatch(scope["path"]))
+    size = next(sizes, None)
+    most = MAX_JSON_BYTES if size is None else size + MULTIPART_BYTES
     taken = 0
 
     async def receive_counted() -> Message:

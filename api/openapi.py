@@ -30,6 +30,7 @@ id of the last item. Files, models and completions have OpenAI's shapes, so that
 TAGS = [
     {"name": "jobs", "description": "Submit a job, follow it, take what it made."},
     {"name": "files", "description": "Training data. Each file is validated when it is uploaded."},
+    {"name": "uploads", "description": "Large files in parts, so that an interrupted upload goes on where it was."},
     {"name": "models", "description": "Bases to start from, and results of jobs."},
     {"name": "completions", "description": "Sample from a model."},
     {"name": "nodes", "description": "Hosts that run jobs."},

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from core import plans
 from core.keys import Account
-from core.models import ApiKey, Artifact, AuditLog, Checkpoint, File, Job, JobEvent, Model, Project
+from core.models import ApiKey, Artifact, AuditLog, Checkpoint, File, Job, JobEvent, Model, Project, Upload, UploadPart
 from core.nodes import NodeStatus
 from core.plans import Planned
 from core.projects import ORGANIZATION
@@ -55,6 +55,7 @@ class FileOut(Out):
     """A file that is here passed validation."""
     status_details: str | None = None
     expires_at: int | None = None
+    """When it is removed, or as soon afterwards as no job needs it; null stays."""
     sha256: str
 
     @classmethod
@@ -65,6 +66,7 @@ class FileOut(Out):
             created_at=int(file.created_at),
             filename=file.filename,
             purpose=file.purpose,
+            expires_at=None if file.expires_at is None else int(file.expires_at),
             sha256=file.sha256,
         )
 
@@ -109,6 +111,61 @@ class PreviewOut(Out):
 
 class FileList(ListOut):
     data: list[FileOut]
+
+
+# Uploads
+
+
+class UploadOut(Out):
+    """OpenAI's upload object."""
+
+    id: str
+    object: Literal["upload"] = "upload"
+    bytes: int
+    """As many as were announced."""
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    status: Literal["pending", "completed", "cancelled", "expired"]
+    file: FileOut | None = None
+    """What it became; null before, and once that is deleted."""
+
+    @classmethod
+    def of(cls, upload: Upload, status: str, file: File | None = None) -> Self:
+        return cls.model_validate(
+            {
+                "id": upload.id,
+                "bytes": upload.bytes,
+                "created_at": int(upload.created_at),
+                "expires_at": int(upload.expires_at),
+                "filename": upload.filename,
+                "purpose": upload.purpose,
+                "status": status,
+                "file": None if file is None else FileOut.of(file),
+            }
+        )
+
+
+class UploadPartOut(Out):
+    """OpenAI's part of an upload, with what tells whether it is the right one."""
+
+    id: str
+    object: Literal["upload.part"] = "upload.part"
+    created_at: int
+    upload_id: str
+    bytes: int
+    md5: str
+
+    @classmethod
+    def of(cls, part: UploadPart) -> Self:
+        return cls(
+            id=part.id, created_at=int(part.created_at), upload_id=part.upload_id, bytes=part.bytes, md5=part.md5
+        )
+
+
+class UploadPartList(ListOut):
+    data: list[UploadPartOut]
 
 
 # Jobs

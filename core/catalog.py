@@ -18,10 +18,11 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from core import audit
-from core.errors import InvalidModel, InvalidSpec, NotFound
+from core.errors import Forbidden, InUse, InvalidModel, InvalidRequest, InvalidSpec, NotFound
 from core.keys import Account
 from core.models import Checkpoint, Job, Model
 from core.resolve import BaseFacts
+from core.states import TERMINAL
 from engine import families
 from engine.config import ModelShape, RunConfig
 
@@ -96,6 +97,10 @@ def facts(session: Session, owner: Account, name: str, *, models: Path, param: s
     """What resolving a job needs to know of its base, whose row is there afterwards."""
     try:
         model = known(session, owner, name, models=models)
+        # It stays until the commit: who deletes it waits, and finds the job.
+        row = select(Model.key).where(Model.key == model.key).with_for_update(read=True)
+        if model in session and session.scalar(row) is None:
+            raise NotFound(f"The model {name!r} was just deleted.")
         folder = source_folder(model, models)
         if folder is not None:
             # Read anew: a folder may have been replaced since it was first seen.
@@ -123,6 +128,34 @@ def register(session: Session, owner: Account, name: str, source: str | Mapping[
         raise InvalidSpec(f"The name {name!r} is taken; choose another.", param="id")
     audit.record(session, owner, "model.registered", model.id, source=model.source)
     return model
+
+
+def delete(session: Session, owner: Account, name: str, *, models: Path) -> None:
+    """Let go of a model's name. What lies under it stays: a folder where it is, a job's files with the job."""
+    model = get(session, owner, name, models=models)
+    if model.source.startswith(CHECKPOINT):
+        raise InvalidRequest(
+            f"{name} is a checkpoint, and stays as long as its job keeps it (training.keep_checkpoints).", param="model"
+        )
+    if model.source == f"dir:{name}":
+        raise InvalidRequest(
+            f"{name} is a folder in the models directory; take the folder away to remove the model.", param="model"
+        )
+    if model.project_id is None and not owner.manages_organization:
+        raise Forbidden(f"{name} is there for everyone; an admin of the organisation may delete it.", param="model")
+    # Locked first: who wants it for a job meanwhile either is seen below, or does not find it.
+    session.execute(select(Model.key).where(Model.key == model.key).with_for_update())
+    on_it = select(Job.id).where(Job.base_model == name)
+    if model.project_id is not None:
+        on_it = on_it.where(Job.project_id == model.project_id)
+    if session.scalars(on_it.where(Job.state.not_in(TERMINAL)).limit(1)).first():
+        raise InUse("A job still needs this model; cancel it or wait for its end.", param="model")
+    adapters = select(Model.id).where(Model.job_id.in_(on_it), Model.source.startswith(ADAPTER))
+    if session.scalars(adapters.limit(1)).first():
+        raise InUse("An adapter was trained on this model and needs it; delete that first.", param="model")
+    audit.record(session, owner, "model.deleted", name, project_id=model.project_id)
+    session.delete(model)
+    session.flush()
 
 
 def publish_result(session: Session, job: Job, *, prefix: str, shape: ModelShape, is_adapter: bool = False) -> Model:

@@ -83,7 +83,7 @@ class NotFound(DomainError):
 
 
 class InvalidMove(DomainError):
-    """The job is not in a state that allows this."""
+    """The job, or upload, is not in a state that allows this."""
 
     status, code = 409, "invalid_state"
     # The openai client retries every 409 unless told that it is in vain.

@@ -7,6 +7,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -17,7 +18,7 @@ from core import audit, inspecting, paging
 from core.db import Database, after_commit
 from core.errors import FileTooLarge, InUse, InvalidFile, InvalidRequest, NotFound
 from core.keys import Account
-from core.models import File, Job, new_id
+from core.models import File, Job, database_now, new_id
 from core.paging import Order, Page
 from core.spec import JobSpec
 from core.states import TERMINAL
@@ -30,6 +31,10 @@ TOKENIZER = "tokenizer"
 """Purpose of a `tokenizer.json`."""
 PURPOSES = (*TRAINING, TOKENIZER, "user_data", "evals", "batch", "assistants", "vision")
 """What an upload may be for. Files for other than training and tokenizers are kept as they are."""
+WRITTEN_HERE = ("fine-tune-results", "assistants_output", "batch_output")
+"""Purposes in OpenAI's list of what its service writes itself."""
+SHORTEST_STAY, LONGEST_STAY = 3600, 30 * 24 * 3600
+"""Seconds after which a file may be told to expire."""
 
 MOST_TOKENS = 2**20
 """Entries of a vocabulary: as many as a model may have."""
@@ -74,15 +79,26 @@ def create(
     purpose: str,
     chunks: Iterable[bytes],
     max_bytes: int,
+    expires_after: int | None = None,
 ) -> File:
     """Take an upload in. Raises InvalidFile, with all findings, or FileTooLarge, and then keeps nothing.
 
     It has a transaction of its own, at the end: none is open while bytes come in.
     """
-    if purpose not in PURPOSES:
-        raise InvalidRequest(
-            f"There is no purpose {purpose!r}; use fine-tune or pretrain for training data.", param="purpose"
-        )
+    with (
+        taken_in(storage, owner, filename=filename, purpose=purpose, chunks=chunks, max_bytes=max_bytes) as file,
+        db.session() as session,
+    ):
+        add(session, owner, file, expires_after=expires_after)
+    return file
+
+
+@contextmanager
+def taken_in(
+    storage: Storage, owner: Account, *, filename: str, purpose: str, chunks: Iterable[bytes], max_bytes: int
+) -> Iterator[File]:
+    """A file that was judged good and lies in storage, for the caller to `add` and commit; else it is removed again."""
+    check_purpose(purpose)
     with tempfile.TemporaryFile(prefix="trainshed-upload-") as spool:
         size, sha256 = _receive(chunks, spool, max_bytes)
         report = _judge(spool, purpose, filename, most_ids=max_bytes)
@@ -91,24 +107,49 @@ def create(
         spool.seek(0)
         stored = storage.put_stream(key, _pieces(spool))
         assert stored == size, "what was received is what is kept"
-    file = File(
-        id=id_,
-        project_id=owner.project_id,
-        filename=label(filename),
-        purpose=purpose,
-        bytes=size,
-        sha256=sha256,
-        storage_key=key,
-        report=report,
-    )
     try:
-        with db.session() as session:
-            session.add(file)
-            audit.record(session, owner, "file.created", file.id, filename=file.filename, bytes=size)
+        yield File(
+            id=id_,
+            project_id=owner.project_id,
+            filename=label(filename),
+            purpose=purpose,
+            bytes=size,
+            sha256=sha256,
+            storage_key=key,
+            report=report,
+        )
     except BaseException:
         storage.delete(key)
         raise
-    return file
+
+
+def add(session: Session, owner: Account, file: File, *, expires_after: int | None) -> None:
+    """Give the file its row, and the seconds it may stay, from now on."""
+    session.add(file)
+    audit.record(session, owner, "file.created", file.id, filename=file.filename, bytes=file.bytes)
+    session.flush()
+    if expires_after is not None:
+        file.expires_at = file.created_at + expires_after
+        session.flush()
+
+
+def check_purpose(purpose: str) -> None:
+    """Raise InvalidRequest unless an upload may be for this."""
+    if purpose in WRITTEN_HERE:
+        raise InvalidRequest(f"{purpose} is for what a service writes itself; upload with another.", param="purpose")
+    if purpose not in PURPOSES:
+        raise InvalidRequest(
+            f"There is no purpose {purpose[:64]!r}; use fine-tune or pretrain for training data.", param="purpose"
+        )
+
+
+def check_stay(seconds: int, *, param: str) -> None:
+    """Raise InvalidRequest unless a file may be told to expire after so many seconds."""
+    if not SHORTEST_STAY <= seconds <= LONGEST_STAY:
+        raise InvalidRequest(
+            f"A file may expire {SHORTEST_STAY} to {LONGEST_STAY} seconds (an hour to 30 days) after it was created.",
+            param=param,
+        )
 
 
 def label(filename: str) -> str:
@@ -165,14 +206,35 @@ def delete(session: Session, storage: Storage, owner: Account, file_id: str) -> 
     """Remove a file; InUse while a job that hasn't ended needs it."""
     # Locked first: a job that is just being made with it either is seen below, or won't find the file.
     file = _one(session, _own(owner, file_id).with_for_update(), file_id)
-    unfinished = session.execute(
-        select(Job.id, Job.spec).where(Job.project_id == owner.project_id, Job.state.not_in(TERMINAL))
-    )
-    for job_id, spec in unfinished:
-        if file_id in {id_ for _, id_ in JobSpec.model_validate(spec).files()}:
-            raise InUse(f"Job {job_id} still needs this file; cancel it or wait for its end.", param="file_id")
-    session.delete(file)
+    if job_id := _needed(session, owner.project_id).get(file_id):
+        raise InUse(f"Job {job_id} still needs this file; cancel it or wait for its end.", param="file_id")
+    _remove(session, storage, file)
     audit.record(session, owner, "file.deleted", file.id, filename=file.filename, bytes=file.bytes)
+    session.flush()
+
+
+def expire(session: Session, storage: Storage) -> list[str]:
+    """Remove the files whose time has come, but for those that a job still needs; their ids."""
+    over = select(File).where(File.expires_at < database_now()).order_by(File.project_id, File.id)
+    # Locked first, as in `delete`. What is locked by others is about to be deleted, or needed by a new job.
+    expired = session.scalars(over.with_for_update(skip_locked=True)).all()
+    needed = {id_ for project in {file.project_id for file in expired} for id_ in _needed(session, project)}
+    gone = [file for file in expired if file.id not in needed]
+    for file in gone:
+        _remove(session, storage, file)
+    return [file.id for file in gone]
+
+
+def _needed(session: Session, project_id: str) -> dict[str, str]:
+    """The files that the project's unfinished jobs need, each with one of those."""
+    unfinished = session.execute(
+        select(Job.id, Job.spec).where(Job.project_id == project_id, Job.state.not_in(TERMINAL))
+    )
+    return {id_: job_id for job_id, spec in unfinished for _, id_ in JobSpec.model_validate(spec).files()}
+
+
+def _remove(session: Session, storage: Storage, file: File) -> None:
+    session.delete(file)
     session.flush()
     after_commit(session, lambda: storage.delete(file.storage_key))
 

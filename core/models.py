@@ -149,6 +149,46 @@ class File(Base):
     report: Mapped[dict[str, Any]]
     """What validation found, as `GET /v1/files/{id}/report` shows it."""
     created_at: Mapped[float] = mapped_column(default=database_now())
+    expires_at: Mapped[float | None] = mapped_column(index=True)
+    """When upkeep removes it, or as soon afterwards as no job needs it; None stays until it is deleted."""
+
+
+class Upload(Base):
+    """A file that comes in parts. The parts lie in storage beneath `uploads/<id>/` until it has ended."""
+
+    __tablename__ = "uploads"
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), index=True)
+    filename: Mapped[str] = mapped_column(Name)
+    purpose: Mapped[str] = mapped_column(String(32))
+    bytes: Mapped[int]
+    """As many as its creator said; the completed file has exactly these."""
+    status: Mapped[str] = mapped_column(String(16), default="pending")
+    """`pending`, `completed`, `cancelled` or `expired`; changed once, by a statement that asks for `pending`."""
+    received: Mapped[int] = mapped_column(default=0)
+    """Bytes of all parts that were ever taken, those that were sent twice among them."""
+    num_parts: Mapped[int] = mapped_column(default=0)
+    part_ids: Mapped[list[Any] | None] = mapped_column(JsonColumn)
+    """What it was completed from, in order."""
+    file_expires_after: Mapped[int | None]
+    """Seconds that the file will stay; None until it is deleted."""
+    file_id: Mapped[str | None] = mapped_column(Id)
+    """The file that it became, which may be gone again."""
+    created_at: Mapped[float] = mapped_column(default=database_now())
+    expires_at: Mapped[float] = mapped_column(index=True)
+
+
+class UploadPart(Base):
+    """One part that is whole in storage."""
+
+    __tablename__ = "upload_parts"
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    upload_id: Mapped[str] = mapped_column(ForeignKey("uploads.id", ondelete="CASCADE"), index=True)
+    bytes: Mapped[int]
+    md5: Mapped[str] = mapped_column(String(32))
+    created_at: Mapped[float] = mapped_column(default=database_now())
 
 
 class Job(Base):

@@ -9,7 +9,20 @@ from sqlalchemy.orm import Session
 
 from core import nodes
 from core.keys import DEFAULT_PROJECT
-from core.models import Checkpoint, File, Job, JobEvent, Model, Node, Project, Slot, database_now, new_id
+from core.models import (
+    Checkpoint,
+    File,
+    Job,
+    JobEvent,
+    Model,
+    Node,
+    Project,
+    Slot,
+    Upload,
+    UploadPart,
+    database_now,
+    new_id,
+)
 from core.spec import JobSpec
 from core.states import HELD, TERMINAL, JobState
 from engine.config import Data, ModelShape, RunConfig, TokenizerSource, Training
@@ -67,6 +80,20 @@ def file(session: Session, id: str = FILE_ID, **columns: Any) -> File:
     }  # fmt: skip
     row = File(id=id, **values | columns)
     session.add(row)
+    session.flush()
+    return row
+
+
+def upload(session: Session, **columns: Any) -> Upload:
+    """An upload with one part; nothing lies in storage."""
+    values: dict[str, Any] = {
+        "project_id": DEFAULT_PROJECT, "filename": "train.txt", "purpose": "pretrain", "bytes": 1000,
+        "expires_at": database_now() + LEASE_SECONDS,
+    }  # fmt: skip
+    row = Upload(id=new_id("upload"), **values | columns)
+    session.add(row)
+    session.flush()
+    session.add(UploadPart(id=new_id("part"), upload_id=row.id, bytes=1000, md5="0" * 32))
     session.flush()
     return row
 

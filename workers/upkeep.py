@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from time import monotonic
 
 import structlog
@@ -12,6 +10,8 @@ from core import hints, jobs, nodes, scheduler
 from core import log as logging
 from core.services import Services
 from core.settings import Settings
+from workers.duties import Duty, beside, keep
+from workers.expiry import Expiry
 from workers.orders import Orders, obey_signals
 
 log = structlog.get_logger(__name__)
@@ -21,26 +21,6 @@ RESEND_SECONDS = 5.0
 FORGET_SECONDS = 600.0
 LOOKS_PER_LEASE = 5
 LONGEST_LOOK_SECONDS = 3.0
-
-
-@dataclass
-class Duty:
-    """Something to do every so often. Any number of upkeeps may do it at once: the rows decide."""
-
-    name: str
-    every_seconds: float
-    do: Callable[[], None]
-    due_at: float = 0.0
-    """On the monotonic clock."""
-
-    def do_if_due(self) -> None:
-        if monotonic() < self.due_at:
-            return
-        self.due_at = monotonic() + self.every_seconds
-        try:
-            self.do()
-        except Exception:  # the loop's edge: the other duties go on, and this one's time comes again
-            log.warning("duty not done", duty=self.name, exc_info=True)
 
 
 class Upkeep:
@@ -56,9 +36,7 @@ class Upkeep:
 
     def run(self, orders: Orders) -> None:
         """Until a wish comes."""
-        while orders.wait(max(0.0, min(duty.due_at for duty in self.duties) - monotonic())) is None:
-            for duty in self.duties:
-                duty.do_if_due()
+        keep(self.duties, orders)
 
     def reclaim(self) -> None:
         """Take back the jobs whose lease is over; a cancel or pause that waited for such a job comes true."""
@@ -93,7 +71,7 @@ def main() -> None:
     logging.setup(settings.log_level)
     orders = Orders()
     obey_signals(orders)
-    with Services(settings) as services:
+    with Services(settings) as services, beside(Expiry(services).run, "expiry"):
         log.info("upkeep is up")
         Upkeep(services).run(orders)
 

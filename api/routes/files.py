@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+import re
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
-from api import ranges
+from api import forms, ranges
 from api.deps import AfterDep, OrderDep, OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep
 from api.errors import errors
+from api.forms import Form
 from api.schemas import DeletedOut, FileList, FileOut, PreviewOut
 from core import examining, files, inspecting
 from core.errors import FileTooLarge, Forbidden, InUse, InvalidFile, InvalidModel, InvalidRequest, NotFound, Unavailable
@@ -26,10 +24,8 @@ from core.keys import Account
 from core.services import Services
 
 PATH = "/v1/files"
-CHUNK = 1024 * 1024
-MAX_FIELDS = 16
-FIELDS = {"purpose", "file"}
-WANTED = "Send the file as the part `file` of a multipart/form-data body."
+EXPIRES_AFTER = ("expires_after[anchor]", "expires_after[seconds]")
+"""How a form spells the object."""
 
 router = APIRouter(prefix=PATH, tags=["files"])
 
@@ -40,42 +36,36 @@ FileId = Annotated[str, Path(description="Id of the file.", examples=["file-4f1c
 
 @dataclass(frozen=True)
 class Upload:
-    """The parts of the form, the file spooled to disk."""
+    """A file that came, and what it is for."""
 
-    filename: str
+    form: Form
     purpose: str
-    file: BinaryIO
+    expires_after: int | None
+    """Seconds; None stays."""
 
     def may_hold_ids(self) -> bool:
-        head = self.file.read(inspecting.HEAD_BYTES)
-        self.file.seek(0)
+        head = self.form.file.read(inspecting.HEAD_BYTES)
+        self.form.file.seek(0)
         return self.purpose in files.TRAINING and inspecting.may_hold_ids(head)
-
-    def chunks(self) -> Iterator[bytes]:
-        while chunk := self.file.read(CHUNK):
-            yield chunk
 
 
 async def received(request: Request, owner: SubmitterDep) -> AsyncIterator[Upload]:
     """The form, read only after the key was found good: nobody else's bytes reach our disk."""
-    try:
-        async with request.form(max_files=1, max_fields=MAX_FIELDS) as form:
-            if unknown := sorted(set(form) - FIELDS):
-                raise InvalidRequest(
-                    f"There is no field {unknown[0]!r} here; send `purpose` and `file`.", param=unknown[0]
-                )
-            file, purpose = form.get("file"), form.get("purpose")
-            if not isinstance(file, UploadFile):
-                raise InvalidRequest(WANTED, param="file")
-            if not isinstance(purpose, str):
-                raise InvalidRequest("Say what the file is for: `purpose=fine-tune`.", param="purpose")
-            yield Upload(file.filename or "", purpose, file.file)
-    except ClientDisconnect as error:
-        raise InvalidRequest("The upload broke off.", param="file") from error
-    except HTTPException as error:
-        if error.status_code != HTTPStatus.BAD_REQUEST:
-            raise
-        raise InvalidRequest(f"The form can't be read: {error.detail} {WANTED}", param="file") from error
+    async with forms.received(request, "file", fields=("purpose", *EXPIRES_AFTER)) as form:
+        if (purpose := form.fields.get("purpose")) is None:
+            raise InvalidRequest("Say what the file is for: `purpose=fine-tune`.", param="purpose")
+        yield Upload(form, purpose, _stay(*map(form.fields.get, EXPIRES_AFTER)))
+
+
+def _stay(anchor: str | None, seconds: str | None) -> int | None:
+    """The two fields of an `expires_after`, which come together or not at all."""
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise InvalidRequest(f"`{EXPIRES_AFTER[0]}` must be `created_at`.", param=EXPIRES_AFTER[0])
+    stay = int(seconds) if re.fullmatch("[0-9]{1,9}", seconds or "", re.ASCII) and seconds else 0
+    files.check_stay(stay, param=EXPIRES_AFTER[1])
+    return stay
 
 
 FORM: dict[str, Any] = {
@@ -88,6 +78,12 @@ FORM: dict[str, Any] = {
                     "required": ["purpose", "file"],
                     "properties": {
                         "purpose": {"type": "string", "enum": list(files.PURPOSES)},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {
+                            "type": "integer",
+                            "minimum": files.SHORTEST_STAY,
+                            "maximum": files.LONGEST_STAY,
+                        },
                         "file": {"type": "string", "format": "binary"},
                     },
                 }
@@ -105,17 +101,19 @@ async def upload(
 
     It is validated while it comes in: chat (`{"messages": […]}`), completion (`{"prompt", "completion"}`), preference
     (`{"prompt", "chosen", "rejected"}`) or text, one JSON object a line or plain text; or ids, as Parquet or a tar of
-    Megatron's `.idx` and `.bin`. A file that can't be trained on is refused, with the lines to correct.
+    Megatron's `.idx` and `.bin`. A file that can't be trained on is refused, with the lines to correct. With
+    `expires_after` it is removed after so many seconds, or as soon afterwards as no job needs it.
     """
     create = partial(
         files.create,
         services.db,
         services.storage,
         owner,
-        filename=upload.filename,
+        filename=upload.form.filename,
         purpose=upload.purpose,
-        chunks=upload.chunks(),
+        chunks=upload.form.chunks(),
         max_bytes=services.settings.max_file_bytes,
+        expires_after=upload.expires_after,
     )
     # What starts a process of its own waits where examinations do.
     limiter = request.app.state.examining if upload.may_hold_ids() else None

@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.deps import OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep
 from api.errors import errors
-from api.schemas import ModelList, ModelOut
+from api.schemas import DeletedOut, ModelList, ModelOut
 from core import catalog
-from core.errors import Forbidden, InvalidSpec, NotFound
+from core.errors import Forbidden, InUse, InvalidSpec, NotFound
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
@@ -57,3 +57,15 @@ def get_model(
 ) -> ModelOut:
     """Get a model."""
     return ModelOut.of(catalog.get(session, owner, model, models=services.settings.models))
+
+
+@router.delete("/{model:path}", responses=errors(NotFound, InUse, Forbidden))
+def delete_model(
+    model: Annotated[str, Path(description="Name of the model.")],
+    owner: SubmitterDep,
+    session: SessionDep,
+    services: ServicesDep,
+) -> DeletedOut:
+    """Delete a model: its name. The files that a job made stay with the job, and one that is still needed stays."""
+    catalog.delete(session, owner, model, models=services.settings.models)
+    return DeletedOut(id=model, object="model")

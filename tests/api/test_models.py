@@ -58,6 +58,37 @@ def test_the_model_of_a_job_is_its_projects_alone_and_can_be_named_with_slashes(
         assert not {made, name} & {model["id"] for model in stranger.get("/v1/models").json()["data"]}
 
 
+def test_a_model_is_deleted_by_its_name_and_what_a_job_made_stays(live, http, tmp_path):
+    job = driving.finished(live.services, http, tmp_path, MODEL)
+    made, name = http.get(f"/v1/jobs/{job}").json()["model"], f"ft:tiny/mine::{job}"
+    http.post("/v1/models", json={"id": name, "source": {"job": job}})
+    with live.http(live.key()) as stranger:
+        envelope(stranger.delete(f"/v1/models/{made}"), 404)
+    gone = {"object": "model", "deleted": True}
+    assert http.delete(f"/v1/models/{name.replace('/', '%2F')}").json() == {"id": name, **gone}
+    assert http.get(f"/v1/models/{made}").status_code == 200
+    needing = driving.submit(http, kind="finetune", model={"base": made}, tokenizer={"from": "base"})["id"]
+    answer = http.delete(f"/v1/models/{made}")
+    assert envelope(answer, 409)["code"] == "in_use"
+    assert answer.headers["x-should-retry"] == "false"
+    http.post(f"/v1/jobs/{needing}/cancel")
+    assert http.delete(f"/v1/models/{made}").json() == {"id": made, **gone}
+    for model in (made, name):
+        envelope(http.get(f"/v1/models/{model}"), 404)
+        envelope(http.delete(f"/v1/models/{model}"), 404)
+    assert http.get(f"/v1/jobs/{job}/artifacts/model/config.json").content == MODEL["model/config.json"]
+
+
+def test_what_is_there_for_everyone_is_deleted_by_the_organisation_or_where_it_lies(organization, http, base):
+    name = "shared-by-all"
+    assert organization.post("/v1/models", json={"id": name, "source": f"dir:{base}"}).status_code == 201
+    assert envelope(http.delete(f"/v1/models/{name}"), 403)["code"] == "insufficient_scope"
+    assert organization.delete(f"/v1/models/{name}").json()["deleted"]
+    envelope(http.get(f"/v1/models/{name}"), 404)
+    assert "take the folder away" in envelope(http.delete(f"/v1/models/{base}"), 400)["message"]
+    assert http.get(f"/v1/models/{base}").status_code == 200
+
+
 def test_a_folder_gets_another_name(live, http, base):
     name = f"another-{live.key()[-6:]}"
     answer = http.post("/v1/models", json={"id": name, "source": f"dir:{base}"})

@@ -1,5 +1,7 @@
 """The unmodified openai client on this server: files, models, completions, and its own view of our errors."""
 
+import asyncio
+import hashlib
 import io
 
 import openai
@@ -7,7 +9,7 @@ import pytest
 
 from tests.api import driving
 from tests.api.test_files import CHAT
-from tests.api.test_models import base
+from tests.api.test_models import MODEL, base
 
 __all__ = ["base"]
 
@@ -38,11 +40,72 @@ def test_a_bad_file_is_a_bad_request_with_its_line(sdk):
     assert caught.value.request_id.startswith("req-")
 
 
+def test_a_file_expires_when_it_was_told_to(sdk):
+    stay = {"anchor": "created_at", "seconds": 3600}
+    file = sdk.files.create(file=io.BytesIO(CHAT), purpose="fine-tune", expires_after=stay)
+    assert file.expires_at == file.created_at + 3600
+
+
+def test_a_large_file_is_uploaded_in_chunks(sdk, tmp_path):
+    content = CHAT * 7
+    (tmp_path / "chat.jsonl").write_bytes(content)
+    upload = sdk.uploads.upload_file_chunked(
+        file=tmp_path / "chat.jsonl", mime_type="application/jsonl", purpose="fine-tune", part_size=100,
+        md5=hashlib.md5(content).hexdigest(),
+    )  # fmt: skip
+    assert (upload.status, upload.file.status, upload.file.filename) == ("completed", "processed", "chat.jsonl")
+    assert sdk.files.content(upload.file.id).read() == content
+
+
+def test_an_interrupted_upload_is_resumed(sdk):
+    stay = {"anchor": "created_at", "seconds": 3600}
+    upload = sdk.uploads.create(
+        bytes=2 * len(CHAT), filename="a.jsonl", mime_type="text/plain", purpose="fine-tune", expires_after=stay
+    )
+    sdk.uploads.parts.create(upload.id, data=CHAT)
+    # The client has no calls to ask what is there, but reaches ours.
+    there = sdk.get(f"/uploads/{upload.id}/parts", cast_to=object)["data"]
+    assert [(part["bytes"], part["md5"]) for part in there] == [(len(CHAT), hashlib.md5(CHAT).hexdigest())]
+    rest = sdk.uploads.parts.create(upload.id, data=CHAT)
+    with pytest.raises(openai.BadRequestError, match="md5"):
+        sdk.uploads.complete(upload.id, part_ids=[there[0]["id"], rest.id], md5="0" * 32)
+    done = sdk.uploads.complete(upload.id, part_ids=[there[0]["id"], rest.id])
+    assert done.file.expires_at == done.file.created_at + 3600
+    with pytest.raises(openai.ConflictError) as caught:
+        sdk.uploads.cancel(upload.id)
+    assert caught.value.response.request.headers["x-stainless-retry-count"] == "0"
+
+
+def test_an_async_client_uploads_in_chunks(live, key):
+    async def chunked():
+        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key=key) as client:
+            return await client.uploads.upload_file_chunked(
+                file=CHAT,
+                filename="a.jsonl",
+                bytes=len(CHAT),
+                mime_type="text/plain",
+                purpose="fine-tune",
+                part_size=50,
+            )
+
+    assert asyncio.run(chunked()).status == "completed"
+
+
 def test_models_are_listed_and_retrieved(sdk, base):
     assert base in {model.id for model in sdk.models.list()}
     assert sdk.models.retrieve(base).owned_by == "trainshed"
     with pytest.raises(openai.NotFoundError):
         sdk.models.retrieve("ft:meta/llama:org::abc")
+
+
+def test_a_model_is_deleted(live, sdk, http, tmp_path):
+    job = driving.finished(live.services, http, tmp_path, MODEL)
+    name = f"ft:tiny/mine::{job}"
+    http.post("/v1/models", json={"id": name, "source": {"job": job}})
+    gone = sdk.models.delete(name)
+    assert (gone.id, gone.object, gone.deleted) == (name, "model", True)
+    with pytest.raises(openai.NotFoundError):
+        sdk.models.delete(name)
 
 
 def test_a_completion_without_a_sampler_is_an_error_that_may_pass(sdk, base):

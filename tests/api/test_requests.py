@@ -19,6 +19,9 @@ ROUTES = [
     ("GET", "/v1/jobs/job-1/stream"), ("GET", "/v1/jobs/job-1/artifacts.tar"), ("GET", "/v1/files"),
     ("POST", "/v1/files"), ("GET", "/v1/files/file-1/content"), ("DELETE", "/v1/files/file-1"), ("GET", "/v1/models"),
     ("GET", "/v1/models/a/b"), ("POST", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
+    ("DELETE", "/v1/models/a/b"), ("POST", "/v1/uploads"), ("GET", "/v1/uploads/upload-1"),
+    ("GET", "/v1/uploads/upload-1/parts"), ("POST", "/v1/uploads/upload-1/parts"),
+    ("POST", "/v1/uploads/upload-1/complete"), ("POST", "/v1/uploads/upload-1/cancel"),
     ("GET", "/v1/nodes"), ("GET", "/v1/keys"), ("POST", "/v1/keys"), ("DELETE", "/v1/keys/key-1"),
 ]  # fmt: skip
 

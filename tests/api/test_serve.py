@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import httpx
 import psutil
@@ -162,9 +163,20 @@ def test_a_part_that_dies_is_started_again_and_a_serve_that_is_killed_takes_all_
                 child for child in psutil.Process(service.process.pid).children() if "api.server" in child.cmdline()
             ]
         )
-        api.kill()
-        # Connections wait in the socket, which outlives the process.
-        assert httpx.get(f"{url}/healthz", timeout=START_SECONDS).status_code == 200
+        key = service.until(r"(ts_\S{20,})").group(1)
+        reach: dict[str, Any] = {
+            "base_url": url, "headers": {"authorization": f"Bearer {key}"}, "timeout": START_SECONDS,
+        }  # fmt: skip
+        with httpx.Client(**reach) as http:
+            upload = http.post("/v1/uploads", json={"bytes": 6, "filename": "a.txt", "purpose": "pretrain"}).json()
+            path = f"/v1/uploads/{upload['id']}"
+            http.post(f"{path}/parts", files={"data": b"To be"})
+            api.kill()
+        # Connections wait in the socket, which outlives the process; so does each part that was answered.
+        with httpx.Client(**reach) as http:
+            http.post(f"{path}/parts", files={"data": b"."})
+            parts = [part["id"] for part in http.get(f"{path}/parts").json()["data"]]
+            assert http.post(f"{path}/complete", json={"part_ids": parts}).json()["status"] == "completed"
         service.until("api ended with -9; it starts again")
         service.until("Ready")
         service.process.kill()

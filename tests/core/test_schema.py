@@ -40,7 +40,8 @@ def test_the_migrations_make_what_the_models_say(database: Database) -> None:
 def test_a_schema_with_rows_in_it_goes_down_and_up_again(database: Database, database_url: str) -> None:
     with database.session() as session:
         make.node(session)
-        make.file(session)
+        make.file(session, expires_at=1.0)
+        make.upload(session)
         make.model(session)
         job = make.job(session)
         make.checkpoint(session, job, 10)

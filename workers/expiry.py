@@ -1,0 +1,45 @@
+"""Remove what has had its time, rows and content: files that were told to expire, uploads that nobody completed."""
+
+from __future__ import annotations
+
+import structlog
+
+from core import files, uploads
+from core.services import Services
+from workers.duties import Duty, keep
+from workers.orders import Orders
+
+log = structlog.get_logger(__name__)
+
+EXPIRE_SECONDS = 30.0
+FORGET_SECONDS = 600.0
+
+
+class Expiry:
+    """Apart from upkeep's other duties: many objects take long to remove, and a job in need can't wait for that."""
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self.duties = (
+            Duty("expire files", EXPIRE_SECONDS, self.expire_files),
+            Duty("expire uploads", EXPIRE_SECONDS, self.expire_uploads),
+            Duty("forget uploads", FORGET_SECONDS, self.forget_uploads),
+        )
+
+    def run(self, orders: Orders) -> None:
+        keep(self.duties, orders)
+
+    def expire_files(self) -> None:
+        with self.services.db.session() as session:
+            gone = files.expire(session, self.services.storage)
+        for id_ in gone:
+            log.info("file expired", file=id_)
+
+    def expire_uploads(self) -> None:
+        with self.services.db.session() as session:
+            ended = uploads.expire(session, self.services.storage)
+        for id_ in ended:
+            log.info("upload expired", upload=id_)
+
+    def forget_uploads(self) -> None:
+        uploads.forget(self.services.db, self.services.storage)
