@@ -58,6 +58,8 @@ MICRO_BATCHES_FOR_EACH_RANK = 4
 CHARACTERS_IN_A_TOKEN = 4
 """For estimates before anything is tokenised."""
 LEARNING_RATES = {"scratch": 3e-4, "lora": 2e-4, "full": 2e-5, "dpo with lora": 1e-5, "dpo": 1e-6}
+LARGEST_RATE = 10.0
+"""As `training.lr` has it too."""
 Objective = Literal["pretrain", "sft", "dpo"]
 OBJECTIVES: dict[Format, Objective] = {
     "text": "pretrain",
@@ -594,7 +596,7 @@ def _training(
         **length,
         global_batch=global_batch,
         micro_batch=micro_batch,
-        lr=ask.lr or LEARNING_RATES[kind],
+        lr=_rate(ask, LEARNING_RATES[kind]),
         min_lr_ratio=ask.min_lr_ratio,
         schedule=ask.schedule,
         warmup=ask.warmup,
@@ -613,6 +615,18 @@ def _training(
         non_finite=ask.non_finite,
         max_recoveries=ask.max_recoveries,
     )
+
+
+def _rate(ask: TrainingAsk, usual: float) -> float:
+    """As it is said, or a multiple of the usual one."""
+    rate = ask.lr or usual * (ask.lr_multiplier or 1)
+    if rate > LARGEST_RATE:
+        _refuse(
+            "training.lr_multiplier",
+            f"{ask.lr_multiplier:g} times the default rate, {usual:g}, is above {LARGEST_RATE:g}; use at most "
+            f"{LARGEST_RATE / usual:g}",
+        )
+    return rate
 
 
 # Cost

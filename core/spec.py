@@ -210,6 +210,8 @@ class TrainingAsk(Ask):
     lr: Real | None = Field(None, gt=0, le=10)
     """Default: 3e-4 from scratch, 2e-4 for LoRA, 2e-5 for a full fine-tune; for DPO 1e-5 with adapters and 1e-6
     without."""
+    lr_multiplier: Real | None = Field(None, gt=0, le=1e6)
+    """Times the default of `lr`, where that is not said."""
     min_lr_ratio: Real = Field(0.1, ge=0, le=1)
     """The schedule ends at this share of `lr`."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -256,6 +258,12 @@ class TrainingAsk(Ask):
     def one_length(self) -> Self:
         if sum(value is not None for value in (self.steps, self.epochs, self.tokens)) > 1:
             raise ValueError('say at most one of "steps", "epochs" and "tokens"')
+        return self
+
+    @model_validator(mode="after")
+    def one_rate(self) -> Self:
+        if self.lr is not None and self.lr_multiplier is not None:
+            raise ValueError('say at most one of "lr" and "lr_multiplier"')
         return self
 
 
@@ -329,6 +337,28 @@ class ArtifactsAsk(Ask):
         return self
 
 
+class WandbAsk(Ask):
+    """A project of Weights & Biases."""
+
+    project: Text = Field(min_length=1, max_length=128)
+    """Name of the project there."""
+    name: Text | None = Field(None, min_length=1, max_length=128)
+    """What the run is called. Default: the job's id."""
+    entity: Text | None = Field(None, min_length=1, max_length=128)
+    """Team or user that the run belongs to. Default: that of the service's key."""
+    tags: tuple[Annotated[Text, Field(min_length=1, max_length=64)], ...] = Field((), max_length=16)
+    """Tags of the run."""
+
+
+class IntegrationAsk(Ask):
+    """Somebody else's service that is told of a job."""
+
+    type: Literal["wandb"]
+    """Which one."""
+    wandb: WandbAsk
+    """Where in it."""
+
+
 JobName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 LabelName = Annotated[Text, Field(min_length=1, max_length=64)]
 Priority = Annotated[Whole, Field(ge=-100, le=100)]
@@ -380,6 +410,8 @@ class JobSpec(Ask):
     for then it would keep all scores."""
     resources: ResourcesAsk = ResourcesAsk()
     artifacts: ArtifactsAsk = ArtifactsAsk()
+    integrations: tuple[IntegrationAsk, ...] = Field((), max_length=4)
+    """Services that are to be told of the job. Kept with it and shown; nothing is sent to them in this version."""
 
     def files(self) -> Iterator[tuple[str, str]]:
         """Each uploaded file it names: the path of the field, and the id."""
