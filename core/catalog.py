@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from core import audit
 from core.errors import Forbidden, InUse, InvalidModel, InvalidRequest, InvalidSpec, NotFound
 from core.keys import Account
-from core.models import Checkpoint, Job, Model
+from core.models import Checkpoint, CheckpointPermission, Job, Model
 from core.resolve import BaseFacts
 from core.states import TERMINAL
 from engine import families
@@ -252,10 +252,11 @@ def _of_folder(name: str, folder: Path) -> Model:
 
 
 def _of_checkpoint(session: Session, owner: Account, name: str) -> Model | None:
+    shared = select(CheckpointPermission.checkpoint_id).where(CheckpointPermission.project_id == owner.project_id)
     query = (
         select(Checkpoint, Job)
         .join(Job, Job.id == Checkpoint.job_id)
-        .where(Checkpoint.id == name, Job.project_id == owner.project_id)
+        .where(Checkpoint.id == name, or_(Job.project_id == owner.project_id, Checkpoint.id.in_(shared)))
     )
     if (found := session.execute(query).one_or_none()) is None:
         return None

@@ -339,6 +339,19 @@ class Model(Base):
     created_at: Mapped[float] = mapped_column(default=database_now())
 
 
+class CheckpointPermission(Base):
+    """Word that another project may use a checkpoint."""
+
+    __tablename__ = "checkpoint_permissions"
+    __table_args__ = (UniqueConstraint("checkpoint_id", "project_id"),)
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    checkpoint_id: Mapped[str] = mapped_column(ForeignKey("checkpoints.id", ondelete="CASCADE"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id", ondelete="CASCADE"), index=True)
+    """Who may use it."""
+    created_at: Mapped[float] = mapped_column(default=database_now())
+
+
 class Node(Base):
     """A host that runs jobs."""
 
