@@ -13,7 +13,7 @@ from typing import Any, cast
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core import catalog, jobs
+from core import catalog, jobs, result_files
 from core.db import after_commit
 from core.errors import InvalidMove, NotFound
 from core.models import Artifact, Job
@@ -53,15 +53,25 @@ def publish(services: Services, job: Job, export: Path) -> None:
 
     with nothing_unlisted(services.storage, prefix, listed=listed):
         services.storage.put_tree(prefix, export)
-        _list(services, job, prefix, found, shape)
+        table = result_files.store(services, job, prefix) if job.base_model is not None else None
+        _list(services, job, prefix, found, shape, table)
 
 
-def _list(services: Services, job: Job, prefix: str, found: Sequence[_Found], shape: ModelShape | None) -> None:
+def _list(
+    services: Services,
+    job: Job,
+    prefix: str,
+    found: Sequence[_Found],
+    shape: ModelShape | None,
+    table: result_files.Table | None,
+) -> None:
     with services.db.session() as session:
         held = jobs.held(session, job.id, fence=job.attempt)
         if held.state is JobState.CANCELLING:
             raise InvalidMove("The job was cancelled before its result was published.")
         _forget_earlier(session, services.storage, job.id, but=prefix)
+        if table is not None:
+            result_files.list_(session, services.storage, held, table)
         session.add_all(
             Artifact(
                 job_id=job.id,
