@@ -18,7 +18,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api import errors, openapi, surroundings
 from api.measures import Measures
 from api.protocol import request_id as new_request_id
-from api.routes import audit_logs, completions, files, health, jobs, keys, models, nodes, plans, projects, uploads
+from api.routes import (
+    audit_logs,
+    completions,
+    files,
+    fine_tuning,
+    health,
+    jobs,
+    keys,
+    models,
+    nodes,
+    plans,
+    projects,
+    uploads,
+)
 from api.sse import Streams
 from api.surroundings import Surroundings
 from core import audit, examining
@@ -72,7 +85,20 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     app.state.measures = Measures()
     errors.install(app)
-    for part in (jobs, plans, files, uploads, models, completions, nodes, projects, keys, audit_logs, health):
+    for part in (
+        jobs,
+        plans,
+        fine_tuning,
+        files,
+        uploads,
+        models,
+        completions,
+        nodes,
+        projects,
+        keys,
+        audit_logs,
+        health,
+    ):
         app.include_router(part.router)
     app.add_middleware(Around)
     return app

@@ -24,11 +24,12 @@ Submit a pretrain or fine-tune job, watch it live, download a model that `transf
 Every route under `/v1` takes `Authorization: Bearer <key>`. Every error is
 `{"error": {"message", "type", "param", "code"}}` and every answer carries an `x-request-id`. Times are unix seconds,
 sizes are bytes. Lists are `{"object": "list", "data": […], "has_more": bool}`: ask for the next page with `after`, the
-id of the last item. Files, models and completions have OpenAI's shapes, so that the `openai` client works with its
-`base_url` set to this server's `/v1`.
+id of the last item. Files, fine-tunes, models and completions have OpenAI's shapes, so that the `openai` client works
+with its `base_url` set to this server's `/v1`.
 """
 TAGS = [
     {"name": "jobs", "description": "Submit a job, follow it, take what it made."},
+    {"name": "fine-tuning", "description": "The same jobs in OpenAI's shapes, as far as they start from a model."},
     {"name": "files", "description": "Training data. Each file is validated when it is uploaded."},
     {"name": "uploads", "description": "Large files in parts, so that an interrupted upload goes on where it was."},
     {"name": "models", "description": "Bases to start from, and results of jobs."},

@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, func, null, select, update
+from sqlalchemy import ColumnElement, TableValuedAlias, func, null, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -46,17 +46,18 @@ def create(
     idempotency_key: str | None = None,
     request_digest: str | None = None,
     retried: bool = False,
+    prefix: Literal["job", "ftjob"] = "job",
 ) -> Job:
     """Queue a job; or return the one that this very request made before.
 
     The same `idempotency_key` within a project is the same request; without one, the same `request_digest` is, if the
-    client says that it `retried`.
+    client says that it `retried`. The `prefix` of its id tells in whose words it was asked for, and nothing else.
     """
     if earlier := _earlier(session, owner, idempotency_key, request_digest, retried=retried):
         return earlier
     resolution = resolved(session, owner, spec, settings)
     job = Job(
-        id=new_id("job"),
+        id=new_id(prefix),
         project_id=owner.project_id,
         kind=spec.kind,
         name=spec.name,
@@ -162,22 +163,36 @@ def page(
     state: JobState | None = None,
     kind: str | None = None,
     labels: Mapping[str, str] | None = None,
+    unlabelled: bool = False,
+    from_base: bool = False,
 ) -> Page[Job]:
-    """The project's jobs, newest first. `labels` must all be there."""
+    """The project's jobs, newest first. `labels` must all be there, or none where `unlabelled`.
+
+    `from_base`: only those that start from a model.
+    """
     query = select(Job).where(Job.project_id == owner.project_id)
     wanted = [_has_label(session, name, value) for name, value in (labels or {}).items()]
     if state is not None:
         wanted.append(Job.state == state)
     if kind is not None:
         wanted.append(Job.kind == kind)
+    if unlabelled:
+        wanted.append(~select(_labels(session).c.key).correlate(Job).exists())
+    if from_base:
+        wanted.append(Job.base_model.is_not(None))
     return paging.by_age(session, query, Job.created_at, Job.id, after=after, limit=limit, where=wanted)
 
 
 def _has_label(session: Session, name: str, value: str) -> ColumnElement[bool]:
     # By comparison, not by path: SQLite has no way to write some names in a JSON path.
-    each = func.jsonb_each_text if session.get_bind().dialect.name == "postgresql" else func.json_each
-    pairs = each(Job.labels).table_valued("key", "value")
+    pairs = _labels(session)
     return select(pairs.c.key).where(pairs.c.key == name, pairs.c.value == value).correlate(Job).exists()
+
+
+def _labels(session: Session) -> TableValuedAlias:
+    """A job's labels as rows of `key` and `value`."""
+    each = func.jsonb_each_text if session.get_bind().dialect.name == "postgresql" else func.json_each
+    return each(Job.labels).table_valued("key", "value")
 
 
 def owned(session: Session, owner: Account, job_ids: Collection[str]) -> set[str]:

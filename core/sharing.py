@@ -51,7 +51,9 @@ def page(
     table = CheckpointPermission
     query = select(table).where(table.checkpoint_id == name)
     wanted = [] if project_id is None else [table.project_id == project_id]
-    return paging.by_age(session, query, table.created_at, table.id, after=after, limit=limit, order=order, where=wanted)
+    return paging.by_age(
+        session, query, table.created_at, table.id, after=after, limit=limit, order=order, where=wanted
+    )
 
 
 def revoke(session: Session, owner: Account, name: str, permission_id: str) -> None:

@@ -82,14 +82,13 @@ class Play:
             self.refusals.append(refusal(answer))
         return answer
 
-    def submit(self, body: dict[str, Any], **changes: Any) -> httpx.Response | None:
+    def submit(self, body: dict[str, Any]) -> httpx.Response | None:
         """The job; None where the file that it needs was refused."""
         if body["training_file"] not in self.uploads:
             return None
-        spec = native(body, self.model, self.uploads[body["training_file"]]["id"])
-        for name, value in changes.items():
-            spec[name] = spec[name] | value
-        answer = self.http.post("/v1/jobs", json=spec)
+        ids = {"model": self.model, "training_file": self.uploads[body["training_file"]]["id"]}
+        # Every weight, unless the case has a wish: what is expected of weights is then expected of all.
+        answer = self.http.post("/v1/fine_tuning/jobs", json={"method": {"type": "full"}, **body, **ids})
         if answer.is_success:
             self.job = answer.json()
         else:
@@ -181,26 +180,3 @@ def refusal(answer: httpx.Response) -> dict[str, Any]:
     error = answer.json()["error"]
     assert error["message"]
     return error
-
-
-def native(body: dict[str, Any], model: str, file_id: str) -> dict[str, Any]:
-    """The job that a case asks for in OpenAI's words."""
-    wishes = body.get("hyperparameters", {})
-    rate = wishes.get("learning_rate_multiplier")
-    # A multiplier of ours is the rate itself; "auto" and the 1 that leaves it alone are said by saying nothing.
-    unsaid = rate == "auto" or (type(rate) is int and rate == 1)
-    training = {
-        "epochs": wishes.get("n_epochs"),
-        "global_batch": wishes.get("batch_size"),
-        "lr": None if unsaid else rate,
-        "seed": body.get("seed"),
-        "precision": "fp32",
-    }
-    data = {"train": [file_id], "seq_len": wishes.get("sequence_length"), "packing": body.get("packing")}
-    return {
-        "kind": "pretrain" if body.get("method", {}).get("type") == "pretrain" else "finetune",
-        "model": {"base": model},
-        "data": {name: value for name, value in data.items() if value is not None},
-        "method": {"type": "full"},
-        "training": {name: value for name, value in training.items() if value is not None},
-    }
