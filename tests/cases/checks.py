@@ -286,7 +286,7 @@ def after_overfit(play: Play, wanted: str) -> None:
     sampler = Sampler.load(run_dir / "export" / "model", CPU)
     first = lines_of(play)[0]["messages"]
     prompt = sampler.tokenizer.chat(first[:-1])
-    assert sampler.complete(prompt, Sampling(temperature=0, max_tokens=80), begins_anew=True).finish_reason == "stop"
+    assert sampler.complete(prompt, Sampling(temperature=0, max_tokens=80)).finish_reason == "stop"
 
 
 def bos_count_per_example(play: Play, wanted: int) -> None:
