@@ -11,14 +11,17 @@ Formats
 
 Decisions, each of which has hurt somebody elsewhere
     - A line ends at LF alone. U+2028, U+2029, U+0085, VT and FF are text. CRLF counts as LF, in plain text too.
-    - A UTF-8 byte order mark at the start is not text. Bytes that aren't UTF-8 are errors, and UTF-16 is named as such.
+    - A UTF-8 byte order mark at the start is not text, nor one at the start of a line of JSON, where files were joined.
+      Bytes that aren't UTF-8 are errors, and UTF-16 is named as such, with a mark or without.
+    - What stands in place of a file (a Git LFS pointer) and tables (a name that ends in `.csv`) are not plain text.
     - Blank lines are skipped and counted. An empty `{"text": ""}` document is skipped with a warning. A file that is
       left with no example is an error.
-    - A repeated key in one object is an error: no reading of it is safe. So are NaN, Infinity and half surrogate pairs.
+    - A repeated key in one object is an error: no reading of it is safe. So are NaN, Infinity, numbers beyond what a
+      double holds, and half surrogate pairs; also within the JSON that a tool call's arguments are a string of.
     - A line of JSON is at most `MAX_LINE_BYTES` long, so that memory stays flat; lines of plain text have any length.
     - A file holds one format: the first line decides, and each line of another kind is an error.
     - Top-level fields that no format knows are left out with a warning; unknown fields of a message are errors, because
-      a misspelt `weight` would train what was meant to be left alone.
+      a misspelt `weight` would train what was meant to be left alone. One that is null or empty says nothing.
     - `weight` is the integer 0 or 1, on assistant messages only. A conversation ends with an assistant message, and one
       assistant message at least is trained.
     - Several text parts of one content are joined as they are. `content: null` beside `tool_calls` is empty text.
@@ -39,6 +42,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from json.decoder import scanstring  # type: ignore[attr-defined]
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -55,14 +59,26 @@ PARQUET, MEGATRON = b"PAR1", b"MMIDIDX"
 
 _JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 _TEXT_ENDINGS = (".txt", ".text", ".md")
-_BINARY = {
-    PARQUET: "a Parquet file",
-    b"\x1f\x8b": "gzip-compressed",
-    b"PK\x03\x04": "a zip archive",
-    b"\x28\xb5\x2f\xfd": "zstd-compressed",
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
-}
+_TABLE_ENDINGS = (".csv", ".tsv", ".parquet", ".arrow", ".xlsx")
+_NOT_TEXT = (
+    (PARQUET, "a Parquet file"),
+    (rb"\x1f\x8b", "gzip-compressed"),
+    (rb"PK\x03\x04", "a zip archive"),
+    (rb"\x28\xb5\x2f\xfd", "zstd-compressed"),
+    (rb"\xfd7zXZ\0", "xz-compressed"),
+    (rb"BZh[1-9]1AY&SY", "bzip2-compressed"),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7-Zip archive"),
+    (rb"%PDF-", "a PDF"),
+    (rb"ARROW1", "an Arrow file"),
+    # Of JSON the first two characters are ASCII, whatever the rest is.
+    (rb"\xff\xfe\0\0|\0\0\xfe\xff|[^\0]\0\0\0|\0\0\0[^\0]", "UTF-32 text"),
+    (rb"\xff\xfe|\xfe\xff|[^\0]\0[^\0]\0|\0[^\0]\0[^\0]", "UTF-16 text"),
+    (
+        rb"version https://git-lfs\.github\.com/spec/",
+        "a Git LFS pointer and not the file that it stands for, which git lfs pull fetches",
+    ),
+)
+"""How a file begins that is no UTF-8 text of anybody's, and what it is."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -299,16 +315,27 @@ class _Reading:
 
     def examples(self, chunks: Iterable[bytes]) -> Iterator[Example | Finding]:
         head, rest = _head(iter(chunks))
-        for magic, what in _BINARY.items():
-            if head.startswith(magic):
+        for beginning, what in _NOT_TEXT:
+            if re.match(beginning, head):
                 yield self.error(Finding(1, f"this is {what}; upload UTF-8 text or JSON Lines", 1))
                 return
         head = head.removeprefix(codecs.BOM_UTF8)
         source = _prepend(head, rest)
         if self.is_json(head):
             yield from self.lines(source)
-        else:
-            yield from self.plain(source)
+            return
+        if self.name_hint.lower().endswith(_TABLE_ENDINGS):
+            yield self.error(
+                Finding(
+                    0,
+                    f"the file is named {self.name_hint[-60:]!r}, and rows of a table are no examples; write one JSON "
+                    "object a line, or name it .txt to train on it as plain text",
+                )
+            )
+            return
+        if head.lstrip().startswith((b"{", b"[")):
+            self.warn(Finding(1, "this begins like JSON, but is no line of a known kind: it is read as plain text"))
+        yield from self.plain(source)
 
     def is_json(self, head: bytes) -> bool:
         """Whether the file is JSON Lines. What is accepted depends on the content alone, so that `read` agrees."""
@@ -354,10 +381,10 @@ class _Reading:
                 yield self.error(
                     Finding(number, f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB; split the example")
                 )
-            elif not raw.strip():
+            elif not (said := raw.removeprefix(codecs.BOM_UTF8)).strip():
                 self.empty_lines += 1
             else:
-                yield from self.line(number, raw)
+                yield from self.line(number, said)
 
     def line(self, number: int, raw: bytes) -> Iterator[Example | Finding]:
         try:
@@ -535,54 +562,117 @@ def _not_utf8(data: bytes, line: int, column: int) -> Finding:
     return Finding(line, f"byte 0x{data[0]:02x} is not UTF-8 here; save the file as UTF-8", column)
 
 
+@dataclass(frozen=True, slots=True)
+class _Odd:
+    """What makes a JSON value unfit to read: where in it, and what to do."""
+
+    path: Path_
+    message: str
+    again: str | None = None
+    """The key of the object at `path` that it has twice."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NoNumber:
+    """Stands for what is written as a number and is none."""
+
+    text: str
+
+
 class _Decoder(json.JSONDecoder):
-    """JSON without NaN, that remembers in `repeated` the objects that have a key twice, and which."""
+    """JSON that remembers which objects have a key twice, and which numbers are none."""
 
     def __init__(self) -> None:
-        super().__init__(object_pairs_hook=self.mapping, parse_constant=self.constant)
-        self.repeated: list[tuple[dict[str, Any], str]] = []
+        super().__init__(object_pairs_hook=self._mapping, parse_constant=self._constant, parse_float=self._real)
+        self._repeated: list[tuple[dict[str, Any], str]] = []
+        self._numberless: list[_NoNumber] = []
 
-    def mapping(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def read(self, text: str) -> tuple[object, list[_Odd]]:
+        """A value, and what is odd about it. Raises ValueError and RecursionError as the library does."""
+        self._repeated.clear()
+        self._numberless.clear()
+        value: object = self.decode(text)
+        odd = []
+        for owner, key in self._repeated:
+            why = f'duplicate key "{key}": only one of its values can be meant; remove the others'
+            odd.append(_Odd(_path_of(owner, value), why, key))
+        for part in self._numberless:
+            why = "is not JSON" if part.text[-1].isalpha() else "is beyond what a number can be"
+            odd.append(_Odd(_path_of(part, value), f"{part.text[:40]} {why}; write a number or null"))
+        if _ESCAPED_SURROGATE.search(text):
+            odd.extend(
+                _Odd(path, r"the text has half of a surrogate pair (\ud800 to \udfff alone); write the whole character")
+                for path, part in _walk(value)
+                if any(isinstance(name, str) and _SURROGATE.search(name) for name in _texts_of(part))
+            )
+        return value, odd
+
+    def _mapping(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) != len(pairs):
             counts = Counter(key for key, _ in pairs)
-            self.repeated.append((value, next(key for key, count in counts.items() if count > 1)))
+            self._repeated.append((value, next(key for key, count in counts.items() if count > 1)))
         return value
 
-    def constant(self, name: str) -> object:
-        raise ValueError(f"{name} is not JSON; write a number or null")
+    def _constant(self, name: str) -> _NoNumber:
+        self._numberless.append(_NoNumber(name))
+        return self._numberless[-1]
+
+    def _real(self, text: str) -> float | _NoNumber:
+        return number if isfinite(number := float(text)) else self._constant(text)
 
 
 def _parsed(decoder: _Decoder, text: str, line: int, found: list[Finding], fault: Callable[..., None]) -> object:
     """The JSON value of a line. Appends to `found` what makes it unfit to read."""
-    decoder.repeated.clear()
     try:
-        value: object = decoder.decode(text)
+        value, odd = decoder.read(text)
     except json.JSONDecodeError as broken:
-        cause = broken.msg[:1].lower() + broken.msg[1:]
-        if "\r" in text.rstrip("\r"):
-            cause += " (its lines end in CR alone; save it with LF line ends)"
-        if text.lstrip().startswith("["):
-            cause += " (a list of examples is not JSON Lines; leave out its brackets and commas)"
-        found.append(Finding(line, f"not valid JSON: {cause}; a line must be one whole JSON object", broken.colno))
+        message = f"not valid JSON: {_cause(text, broken)}; a line must be one whole JSON object"
+        found.append(Finding(line, message, broken.colno))
         return None
     except RecursionError:
         found.append(Finding(line, "the JSON is nested too deeply; flatten it"))
         return None
-    except ValueError as broken:
-        found.append(Finding(line, f"not valid JSON: {broken}"))
+    except ValueError:
+        # Of a line, that is, for which the library has no word of its own.
+        found.append(Finding(line, "a number has more digits than can be read; write it as a string"))
         return None
-    for owner, key in decoder.repeated:
-        path = next((path for path, part in _walk(value) if part is owner), ())
-        fault(path, f'duplicate key "{key}": only one of its values can be meant; remove the others', again=key)
-    if _ESCAPED_SURROGATE.search(text):
-        for path, part in _walk(value):
-            names = part if isinstance(part, dict) else (part,)
-            if any(isinstance(name, str) and _SURROGATE.search(name) for name in names):
-                fault(
-                    path, r"the text has half of a surrogate pair (\ud800 to \udfff alone); write the whole character"
-                )
+    for each in odd:
+        fault(each.path, each.message, again=each.again)
     return value
+
+
+def _cause(text: str, broken: json.JSONDecodeError) -> str:
+    """What the library says, and what usually is behind it."""
+    said = broken.msg[:1].lower() + broken.msg[1:]
+    hint, there = "", text[broken.pos : broken.pos + 1]
+    if "\r" in text.rstrip("\r"):
+        hint = "its lines end in CR alone; save it with LF line ends"
+    elif text.lstrip().startswith("["):
+        hint = "a list of examples is not JSON Lines; leave out its brackets and commas"
+    elif said.startswith("invalid control character"):
+        hint = f"U+{ord(there):04X} can't stand in a string as it is; write {json.dumps(there)[1:-1]}"
+    elif said.startswith("invalid \\"):
+        hint = "a backslash is written as two"
+    elif said.startswith("extra data"):
+        hint = "nothing may follow the object, neither a comma nor another one"
+    elif said.startswith("unterminated") or not there:
+        hint = "the line ends before the object does"
+    elif there == "'":
+        hint = "strings have double quotes"
+    elif there in "}]":
+        hint = "leave out the comma before it"
+    elif not there.isprintable() or not there.isascii():
+        hint = f"U+{ord(there):04X} stands there"
+    return f"{said} ({hint})" if hint else said
+
+
+def _path_of(wanted: object, value: object) -> Path_:
+    return next((path for path, part in _walk(value) if part is wanted), ())
+
+
+def _texts_of(part: object) -> Iterable[object]:
+    return part if isinstance(part, dict) else (part,)
 
 
 def _walk(value: object) -> Iterator[tuple[Path_, object]]:
@@ -663,11 +753,12 @@ def _completion(value: dict[str, Any], fault: Fault, line: int) -> Completion | 
     for name in ("prompt", "completion"):
         if not isinstance(value.get(name), str):
             missing = name not in value
+            lists = '; write the messages of both as one list, "messages"' if isinstance(value.get(name), list) else ""
             fault(
                 (name,),
                 f"{name} is missing; add it"
                 if missing
-                else f"{name} must be a string, and this is {_name(value[name])}",
+                else f"{name} must be a string, and this is {_name(value[name])}{lists}",
             )
             whole = False
     if not whole:
@@ -682,6 +773,8 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 _MESSAGE_FIELDS = frozenset(
     {"role", "content", "name", "weight", "tool_calls", "tool_call_id", "function_call", "refusal", "reasoning_content"}
 )
+_SAYS_NOTHING: tuple[object, ...] = (None, "", [], {})
+"""What clients write for a field that a message does not have."""
 
 
 def _chat(value: object, fault: Fault, line: int, training: bool = True) -> Chat | None:
@@ -854,9 +947,9 @@ def _message(raw: object, path: Path_, fault: Fault) -> dict[str, Any] | None:
             else f"role is missing; say {known}",
         )
         return None
-    for name in sorted(key for key in raw.keys() - _MESSAGE_FIELDS if raw[key] is not None):
+    for name in sorted(key for key in raw.keys() - _MESSAGE_FIELDS if raw[key] not in _SAYS_NOTHING):
         fault((*path, name), f'a message has no field "{name}"; its fields are {", ".join(sorted(_MESSAGE_FIELDS))}')
-    if raw.get("refusal") is not None:
+    if raw.get("refusal") not in _SAYS_NOTHING:
         fault((*path, "refusal"), "refusal must be null; write the refusal as the content")
     _check_weight(raw, role, path, fault)
     message: dict[str, Any] = {"role": "tool" if role == "function" else role}
@@ -916,7 +1009,7 @@ def _tool_calls(raw: dict[str, Any], role: str, path: Path_, fault: Fault) -> li
         calls, name = [{"type": "function", "function": old}], "function_call"
     else:
         name = "tool_calls"
-    if calls is None:
+    if calls is None or calls == []:
         return []
     here: Path_ = (*path, name)
     if role != "assistant":
@@ -940,23 +1033,18 @@ def _tool_calls(raw: dict[str, Any], role: str, path: Path_, fault: Fault) -> li
 
 def _arguments(value: object, path: Path_, fault: Fault) -> dict[str, Any]:
     # Templates write arguments with `tojson`: a string would be quoted twice, so they get the object.
+    at, odd = (*path, "arguments"), list[_Odd]()
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.strip() else {}
+            value, odd = _Decoder().read(value) if value.strip() else ({}, odd)
         except (ValueError, RecursionError):
             value = None
-    if isinstance(value, dict) and not _has_surrogate(value):
-        return value
-    fault((*path, "arguments"), "arguments must be a JSON object, written out in a string as OpenAI does or as it is")
-    return {}
-
-
-def _has_surrogate(value: object) -> bool:
-    return any(
-        isinstance(text, str) and _SURROGATE.search(text) is not None
-        for _, part in _walk(value)
-        for text in (part if isinstance(part, dict) else (part,))
-    )
+    if not isinstance(value, dict):
+        fault(at, "arguments must be a JSON object, written out in a string as OpenAI does or as it is")
+        return {}
+    for each in odd:
+        fault(at, f"in {_dotted(each.path) or 'the object'} of the arguments, {each.message}")
+    return value
 
 
 def _tools(value: dict[str, Any], fault: Fault, path: Path_ = ()) -> tuple[dict[str, Any], ...] | None:
@@ -1024,6 +1112,11 @@ _KINDS = (
     ),
     _Kind("completion", frozenset({"prompt", "completion"}), frozenset({"prompt", "completion"}), _completion),
     _Kind("text", frozenset({"text"}), frozenset({"text"}), _text),
+    _Kind(
+        "instruction",
+        frozenset({"instruction"}),
+        hint='write "instruction", and "input" behind it, as "prompt", and "output" as "completion"',
+    ),
 )
 assert {kind.name for kind in _KINDS if kind.parse} == set(get_args(Format)) - {"tokens"}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import random
 import tracemalloc
 from collections.abc import Iterator
@@ -91,20 +94,47 @@ BAD_LINES = [
         "messages[1].tool_calls[0].function.arguments", "JSON object", id="arguments cut short",
     ),
     pytest.param(
+        answer(CALL + r'[{"function":{"name":"f","arguments":¶"{\"n\": {\"a\": 1, \"a\": 2}}"}}]'),
+        "messages[1].tool_calls[0].function.arguments", "in n of the arguments, duplicate", id="duplicate in arguments",
+    ),
+    pytest.param(
+        answer(CALL + r'[{"function":{"name":"f","arguments":¶"{\"n\": NaN}"}}]'),
+        "messages[1].tool_calls[0].function.arguments", "NaN is not JSON", id="NaN in arguments",
+    ),
+    pytest.param(
+        answer(CALL + r'[{"function":{"name":"f","arguments":¶"{\"n\": \"\\ud83d\"}"}}]'),
+        "messages[1].tool_calls[0].function.arguments", "surrogate", id="half a surrogate pair in arguments",
+    ),
+    pytest.param(
         answer(CALL + '[¶{"name":"f"}]'), "messages[1].tool_calls[0]", "function", id="a tool call without function"
     ),
     pytest.param(
-        chat('{"role":"user","content":"a","tool_calls":¶[]}', ASSISTANT),
+        chat('{"role":"user","content":"a","tool_calls":¶[{"function":{"name":"f"}}]}', ASSISTANT),
         "messages[0].tool_calls", "assistant", id="a user calls tools",
     ),
     pytest.param('¶{"prompt":"a"}', "completion", "missing", id="prompt without completion"),
     pytest.param('{"prompt":¶1,"completion":"b"}', "prompt", "a string", id="prompt is a number"),
     pytest.param('{"prompt":"a","completion":¶" "}', "completion", "nothing to learn", id="empty completion"),
+    pytest.param(
+        '{"prompt":¶[' + USER + '],"completion":"b"}', "prompt", 'one list, "messages"', id="prompt is a conversation"
+    ),
+    pytest.param('¶{"instruction":"a","output":"b"}', None, '"completion"', id="Alpaca"),
     pytest.param('{"text":¶["a"]}', "text", "a string", id="text is a list"),
     pytest.param('{"text":"a",¶"text":"b"}', "text", "duplicate", id="duplicate key"),
     pytest.param(answer('"content":"b",¶"content":"c"'), "messages[1].content", "duplicate", id="duplicate key inside"),
     pytest.param('{"text":¶"x\\ud83d"}', "text", "surrogate", id="half a surrogate pair"),
-    pytest.param('{"text":"a","n":NaN}', None, "NaN", id="NaN"),
+    pytest.param('{"text":"a","n":¶NaN}', "n", "NaN", id="NaN"),
+    pytest.param('{"text":"a","n":[0,¶-Infinity]}', "n[1]", "-Infinity is not JSON", id="an infinity"),
+    pytest.param('{"text":"a","n":¶1e999}', "n", "beyond", id="a number that no double holds"),
+    pytest.param('{"text":"a","n":' + "9" * 5000 + "}", None, "as a string", id="a number of 5000 digits"),
+    pytest.param('{"text":"a¶\tb"}', None, "write \\t", id="a tab in a string"),
+    pytest.param('{"text":"a¶\0b"}', None, "U+0000", id="a NUL in a string"),
+    pytest.param('{"text":"C:¶\\Users"}', None, "as two", id="a lone backslash"),
+    pytest.param("{¶'text': 'a'}", None, "double quotes", id="single quotes"),
+    pytest.param('{"text":¶"a', None, "ends before", id="cut within a string"),
+    pytest.param('{"text":"a",¶', None, "ends before", id="cut within an object"),
+    pytest.param("¶\u00a0", None, "U+00A0", id="a space that JSON does not know"),
+    pytest.param("¶\x1a", None, "U+001A", id="the end that DOS wrote"),
     pytest.param('{"text":' + "[" * 100_000 + "}", None, "nested", id="nested without end"),
     pytest.param('¶{"conversations":[]}', None, '"messages"', id="ShareGPT"),
     pytest.param('¶{"chosen":"a","rejected":"b"}', "prompt", "missing", id="a pair without a prompt"),
@@ -207,6 +237,16 @@ ACCEPTED = [
         ).encode(),
         "chat", 1, 3, id="null content beside tool_calls",
     ),
+    pytest.param(
+        chat(
+            '{"role":"user","content":"a","tool_calls":[]}',
+            '{"role":"assistant","content":"b","refusal":"","annotations":[],"audio":null,"function_call":null}',
+        ).encode(),
+        "chat", 1, 2, id="what an answer of the API has and says nothing",
+    ),
+    pytest.param(
+        f"{GOOD}\n\ufeff{GOOD}\n\ufeff\n".encode(), "chat", 2, 4, id="files with a byte order mark, joined"
+    ),
 ]  # fmt: skip
 
 
@@ -243,9 +283,19 @@ def test_bytes_that_are_not_utf8_are_placed_in_plain_text() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        pytest.param(b"\xff\xfeh\x00i\x00", "UTF-16", id="UTF-16"),
+        pytest.param(GOOD.encode("utf-16"), "UTF-16", id="UTF-16"),
+        pytest.param(GOOD.encode("utf-16-le"), "UTF-16", id="UTF-16 without a mark, little end first"),
+        pytest.param(GOOD.encode("utf-16-be"), "UTF-16", id="UTF-16 without a mark, big end first"),
+        pytest.param(GOOD.encode("utf-32"), "UTF-32", id="UTF-32"),
+        pytest.param(GOOD.encode("utf-32-be"), "UTF-32", id="UTF-32 without a mark, big end first"),
         pytest.param(b"PAR1\x15\x04", "Parquet", id="Parquet"),
-        pytest.param(b"\x1f\x8b\x08\x00", "gzip", id="gzip"),
+        pytest.param(gzip.compress(GOOD.encode()), "gzip", id="gzip"),
+        pytest.param(lzma.compress(GOOD.encode()), "xz", id="xz"),
+        pytest.param(bz2.compress(GOOD.encode()), "bzip2", id="bzip2"),
+        pytest.param(b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "PDF", id="PDF"),
+        pytest.param(
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "git lfs pull", id="LFS pointer"
+        ),
         pytest.param(b"", "empty", id="empty"),
         pytest.param(b"\n \n\t\n", "empty", id="blank"),
         pytest.param(b"\xef\xbb\xbf", "empty", id="only a byte order mark"),
@@ -286,6 +336,17 @@ def test_a_name_that_promises_json_makes_text_an_error() -> None:
     assert not judge('{"text":"hello"}', "a.txt").plain_text
     assert judge("{hello}", "a.txt").format == "text"
     assert judge("hello", "upload").format == "text"
+
+
+@pytest.mark.parametrize("name", ["a.csv", "A.TSV", "a.parquet"])
+def test_a_table_is_not_taken_for_text(name: str) -> None:
+    assert "JSON object" in judge("prompt,completion\na,b\n", name).errors[0].message
+    assert judge(GOOD, name).format == "chat"
+
+
+def test_text_that_begins_like_json_is_told_to_be_read_as_text() -> None:
+    assert [each.line for each in judge('{"messages": [\n', "a.txt").warnings] == [1]
+    assert judge("see {this}", "a.txt").warnings == ()
 
 
 def test_what_was_accepted_is_read_the_same_under_another_name(tmp_path: Path) -> None:
