@@ -4,7 +4,7 @@ A document's loss is its labels' mean in the last step that trained on it. How f
 tells an outlier, since a model finds everything hard in its first steps. No pass over the data is made for it, and no
 exchange between ranks: the losses travel with the step's own sums.
 
-B rows, T tokens, S tokens of this rank, N documents of a step.
+B rows, N documents of a step, or of the run.
 """
 
 from __future__ import annotations
@@ -13,48 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from engine.batch import IGNORE, Batch
 from engine.context import ContextAxis
 from engine.data.loader import Loader
 from engine.data.rows import Array
 from engine.events import Outlier
-from engine.loss import LossParts
-
-
-class Tally:
-    """Sums over the labels of each document of a step, as far as this rank has them."""
-
-    def __init__(self, documents_N: Array, first_B: Array, context: ContextAxis, device: torch.device) -> None:
-        """`documents_N` are the step's, row after row; those of the row at place b begin at `first_B[b]`."""
-        self.documents_N, self.context = documents_N, context
-        self._first_B = torch.as_tensor(first_B, device=device)
-        # One place more: what fills the last row is a document after all others.
-        size = len(documents_N) + 1 if len(documents_N) else 0
-        self._sums_2N = torch.zeros(2, size, dtype=torch.float64, device=device)
-
-    @property
-    def sums(self) -> Tensor:
-        """fp64, flat, to be summed over ranks as the step's loss is: each document's loss, then its labels' weight."""
-        return self._sums_2N.flatten()
-
-    def add(self, batch: Batch, parts: LossParts) -> None:
-        """Take what the last stage makes of one of the step's batches, all of them under the documents they are of."""
-        if parts.losses_BS is None or not len(self.documents_N):
-            return
-        if self.context.size > 1:
-            batch = batch.at(self.context.places(batch.tokens_BT.shape[1], batch.tokens_BT.device))
-        assert batch.rows_B is not None
-        of_BS = self._first_B[batch.rows_B][:, None].expand_as(batch.labels_BT)
-        if batch.documents_BT is not None:
-            of_BS = of_BS + batch.documents_BT
-        weights_BS = (batch.labels_BT != IGNORE).double()
-        if batch.weights_BT is not None:
-            weights_BS *= batch.weights_BT
-        values = torch.stack([parts.losses_BS.double().flatten(), weights_BS.flatten()])
-        self._sums_2N.index_add_(1, of_BS.flatten(), values)
+from engine.tally import Tally
 
 
 class Outliers:
