@@ -98,6 +98,11 @@ class ShownOut(Out):
     spans: list[SpanOut] = []
     rejected: ShownOut | None = None
     """Of a preference pair the other answer; the example itself is the better one."""
+    choices: list[ShownOut] = []
+    """Of a multiple-choice question each choice, of which the tokens that count are marked; the example itself is the
+    right one."""
+    answer: int | None = None
+    """Which of them is right."""
 
 
 class PreviewOut(Out):
@@ -188,6 +193,10 @@ class ProgressOut(Out):
     """Mean over the last step's label tokens, in nats."""
     validation_loss: float | None = None
     """Of the last validation."""
+    choice_accuracy: float | None = None
+    """Share of the multiple-choice questions whose right choice the model held likeliest, when last asked, in 0..1."""
+    choice_accuracy_normalized: float | None = None
+    """The same by the log-probability of a character, as longer choices are less likely by themselves."""
     best_validation_loss: float | None = None
     """The lowest so far."""
     best_step: int | None = None
@@ -295,7 +304,7 @@ class PlannedFileOut(Out):
     """A file that the job would read."""
 
     id: str
-    use: Literal["train", "validation", "tokenizer"]
+    use: Literal["train", "validation", "evaluation", "tokenizer"]
     filename: str
     bytes: int
     report: dict[str, Any]
@@ -414,8 +423,8 @@ class EventOut(Out):
     seq: int
     """1, 2, 3, … within the job, without holes."""
     type: str
-    """`state`, `changed`, `step`, `evaluated`, `outliers`, `samples`, `checkpoint`, `log`, `progress`, `started`,
-    `finished`, `stopped` or `failed`."""
+    """`state`, `changed`, `step`, `evaluated`, `outliers`, `samples`, `choices`, `checkpoint`, `log`, `progress`,
+    `started`, `finished`, `stopped` or `failed`."""
     level: str
     message: str
     data: dict[str, Any]

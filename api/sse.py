@@ -47,7 +47,7 @@ SLOW_SECONDS = 30.0
 # comment for an empty event, and fails to read it as JSON.
 PING = b": ping\n"
 
-NAMES = {"state": "state", "step": "metrics", "evaluated": "metrics", "checkpoint": "checkpoint"}
+NAMES = {"state": "state", "step": "metrics", "evaluated": "metrics", "choices": "metrics", "checkpoint": "checkpoint"}
 """Type of an event -> its name on the stream. The rest is `log`, or `warning` where its level says so."""
 
 

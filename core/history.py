@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from core.models import Job, JobEvent, Metric
 from engine.events import (
     CheckpointSaved,
+    Choices,
     Evaluated,
     Event,
     Failed,
@@ -40,6 +41,8 @@ EVALUATION_METRICS = {
     )
 }  # fmt: skip
 """Metric name and the field of `Evaluated` it is."""
+CHOICE_METRICS = {f"choice_{name}": name for name in ("accuracy", "accuracy_normalized")}
+"""Likewise of `Choices`."""
 
 Named = TypeVar("Named", Outlier, Sample)
 
@@ -66,6 +69,13 @@ def append(session: Session, job: Job, event: Event) -> None:
             if session.get(Metric, (job.id, "validation_loss", event.step)):
                 return
             _metrics(session, job, event.step, {name: getattr(event, of) for name, of in EVALUATION_METRICS.items()})
+        case Choices():
+            numbers = {name: getattr(event, of) for name, of in CHOICE_METRICS.items()}
+            job.progress = job.progress | numbers
+            session.flush()
+            if session.get(Metric, (job.id, "choice_accuracy", event.step)):
+                return
+            _metrics(session, job, event.step, numbers)
         case CheckpointSaved():
             return
         case Outliers():
@@ -172,6 +182,11 @@ _WORDS: dict[str, Callable[[Any], str]] = {
         "examples with the highest loss: "
         + ", ".join(f"{each.file} line {each.line} ({each.loss:.2f})" for each in event.documents[:3])
         + (", …" if len(event.documents) > 3 else "")
+    ),
+    "choices": lambda event: (
+        f"step {event.step}: {event.accuracy:.1%} of {event.questions:,} multiple-choice questions right "
+        f"({event.accuracy_normalized:.1%} normalized)"
+        + (f"; {event.left_out:,} are longer than a row and were not asked" if event.left_out else "")
     ),
     "samples": lambda event: f"step {event.step}: answers to validation prompts",
     "log": lambda event: event.message,

@@ -16,7 +16,13 @@ from core.scheduler import Prospect
 from core.settings import Settings
 from core.spec import JobSpec
 
-Use = Literal["train", "validation", "tokenizer"]
+Use = Literal["train", "validation", "evaluation", "tokenizer"]
+USES: dict[str, Use] = {
+    "data.validation": "validation",
+    "data.evaluation": "evaluation",
+    "tokenizer.file": "tokenizer",
+}
+"""Of a file by the field that names it; others are trained on."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +39,12 @@ def plan(session: Session, owner: Account, spec: JobSpec, *, settings: Settings)
     """What `jobs.create` would make of `spec`, and when it would start. Raises what that raises."""
     with session.begin_nested() as undone:
         resolution = jobs.resolved(session, owner, spec, settings)
-        used = tuple((_use(param), files.get(session, owner, id_)) for param, id_ in spec.files())
+        used = tuple((USES.get(param, "train"), files.get(session, owner, id_)) for param, id_ in spec.files())
         device = resolution.run.device
         prospect = scheduler.foresee(session, needs=resolution.slots, device=device, priority=spec.priority)
         # A folder that nobody named before would have become a row.
         undone.rollback()
     return Planned(resolution, used, prospect)
-
-
-def _use(param: str) -> Use:
-    return "validation" if param == "data.validation" else "tokenizer" if param.startswith("tokenizer") else "train"
 
 
 def by_phase(bytes_per_rank: Mapping[str, int]) -> dict[str, int]:

@@ -148,6 +148,7 @@ def resolve(
                     Path(f"data/train-{index}{_ending(files[id_])}") for index, id_ in enumerate(spec.data.train)
                 ),
                 validation=_validation(spec, files),
+                evaluation=_evaluation(spec, files),
                 format=data_format,
                 seq_len=seq_len,
                 packing=spec.data.packing,
@@ -236,12 +237,12 @@ def _lora(spec: JobSpec, given: Method, shape: ModelShape) -> Lora | None:
 
 def _format(spec: JobSpec, files: Mapping[str, FileFacts]) -> Format:
     found: Format | None = None
-    for param, id_ in spec.files():
-        if param.startswith("tokenizer"):
-            continue
+    for param, id_ in spec.examples():
         given = files[id_].format
         if given is None:
             _refuse(param, f"{id_} was not uploaded for training; upload it with the purpose fine-tune or pretrain")
+        if given == "choice":
+            _refuse(param, f"{id_} holds multiple-choice questions, which are not learned; name it in data.evaluation")
         if found is not None and given != found:
             _refuse(param, f"{id_} is {given} data, the files before it are {found}; train on one format at a time")
         found = given
@@ -260,7 +261,7 @@ def _format(spec: JobSpec, files: Mapping[str, FileFacts]) -> Format:
 def _objective(spec: JobSpec, files: Mapping[str, FileFacts], data_format: Format) -> Objective:
     if data_format != "tokens":
         return OBJECTIVES[data_format]
-    masked = {files[id_].masked: (param, id_) for param, id_ in spec.files() if not param.startswith("tokenizer")}
+    masked = {files[id_].masked: (param, id_) for param, id_ in spec.examples()}
     if True in masked and spec.kind == "pretrain":
         _refuse("data.train", 'these ids say which of them are learned, and a pretrain learns all: use kind "finetune"')
     if len(masked) > 1:
@@ -276,7 +277,7 @@ def _objective(spec: JobSpec, files: Mapping[str, FileFacts], data_format: Forma
 
 def _check_ids(spec: JobSpec, files: Mapping[str, FileFacts], whose: str, vocab_size: int) -> None:
     """A result's tokenizer must be able to read what its model writes, so its entries count and not the model's."""
-    for param, id_ in spec.files():
+    for param, id_ in spec.examples():
         largest = files[id_].max_id
         if largest is None:
             continue
@@ -383,6 +384,22 @@ def usual_seq_len(most: int, data_format: Format) -> int:
 def _validation(spec: JobSpec, files: Mapping[str, FileFacts]) -> Path | float | None:
     wish = spec.data.validation
     return Path(f"data/validation{_ending(files[wish])}") if isinstance(wish, str) else wish
+
+
+def _evaluation(spec: JobSpec, files: Mapping[str, FileFacts]) -> Path | None:
+    id_ = spec.data.evaluation
+    if id_ is None:
+        return None
+    given = files[id_].format
+    if given is None:
+        _refuse("data.evaluation", f"{id_} was not judged on upload; upload it with the purpose fine-tune")
+    if given != "choice":
+        _refuse(
+            "data.evaluation",
+            f'{id_} is {given} data, and what is asked here are lines of {{"question", "choices", "answer"}}; data '
+            "that is held out goes into data.validation",
+        )
+    return Path("data/evaluation.jsonl")
 
 
 _ENDINGS = {"parquet": ".parquet", "megatron": ".tar"}

@@ -132,6 +132,9 @@ class DataAsk(Ask):
     """Ids of uploaded files."""
     validation: FileId | Annotated[Real, Field(gt=0, lt=1)] | None = None
     """A file, or the share of the training rows held out. Default: none."""
+    evaluation: FileId | None = None
+    """A file of multiple-choice questions, which the model is asked whenever it is validated (`training.eval_every`),
+    and at the end. Nothing is learned from them. Default: none."""
     seq_len: Whole | None = Field(None, ge=2)
     """Tokens in a row. Default: the model's `max_seq_len`, at most 1024; at most 2048 for preference pairs, whose two
     answers share a row."""
@@ -415,12 +418,18 @@ class JobSpec(Ask):
 
     def files(self) -> Iterator[tuple[str, str]]:
         """Each uploaded file it names: the path of the field, and the id."""
+        yield from self.examples()
+        if self.data.evaluation is not None:
+            yield "data.evaluation", self.data.evaluation
+        if self.tokenizer is not None and self.tokenizer.file is not None:
+            yield "tokenizer.file", self.tokenizer.file
+
+    def examples(self) -> Iterator[tuple[str, str]]:
+        """Of these the ones that are learned from, or held out of the same kind."""
         for index, id_ in enumerate(self.data.train):
             yield f"data.train.{index}", id_
         if isinstance(self.data.validation, str):
             yield "data.validation", self.data.validation
-        if self.tokenizer is not None and self.tokenizer.file is not None:
-            yield "tokenizer.file", self.tokenizer.file
 
 
 class JobChange(Ask):

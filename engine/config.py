@@ -506,6 +506,8 @@ class Data(Part):
     train: tuple[Path, ...] = Field(min_length=1)
     validation: Path | float | None = None
     """A file, or the fraction of training rows held out; None trains on everything."""
+    evaluation: Path | None = None
+    """A file of multiple-choice questions, which the model is asked when it is validated; None asks nothing."""
     format: Literal["text", "chat", "completion", "preference", "tokens"]
     """What a line means; see `engine.data.format`."""
     seq_len: int = Field(ge=2)

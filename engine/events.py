@@ -183,6 +183,28 @@ class Samples(EventBase):
     samples: tuple[Sample, ...]
 
 
+class Choices(EventBase):
+    """Multiple-choice questions were asked: which choice the model holds likeliest behind each question.
+
+    How likely is the sum of the log-probabilities of the choice's tokens. Of equals the first counts.
+    """
+
+    type: Literal["choices"] = "choices"
+    step: int
+    questions: int
+    """Asked."""
+    correct: int
+    """Of them, those whose right choice is the likeliest."""
+    correct_normalized: int
+    """Of them, those whose right choice is the likeliest for its length: by the log-probability of a character."""
+    accuracy: float
+    """`correct` over `questions`; what others call acc."""
+    accuracy_normalized: float
+    """`correct_normalized` over `questions`; what others call acc_norm."""
+    left_out: int = 0
+    """Questions that are longer than a row, and were not asked."""
+
+
 class CheckpointSaved(EventBase):
     """A checkpoint is whole on disk."""
 
@@ -255,7 +277,18 @@ class Failed(EventBase):
 
 
 Event = Annotated[
-    Started | Step | Evaluated | Outliers | Samples | CheckpointSaved | Log | Progress | Finished | Stopped | Failed,
+    Started
+    | Step
+    | Evaluated
+    | Outliers
+    | Samples
+    | Choices
+    | CheckpointSaved
+    | Log
+    | Progress
+    | Finished
+    | Stopped
+    | Failed,
     Field(discriminator="type"),
 ]
 

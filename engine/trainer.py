@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import checkpoint, events, reference
+from engine import checkpoint, events, multiple_choice, reference
 from engine.batch import Batch
 from engine.checkpoint import Facts
 from engine.config import EarlyStopping, RunConfig
@@ -316,18 +316,23 @@ class Work:
         self.emit(Log(level="warning", message=message))
 
     def validate(self) -> bool:
-        """Emit the loss over all validation rows, where there are any; False where the run went back instead."""
-        if self.prepared.validation is None:
-            return True
+        """Emit the loss over all validation rows, and how multiple-choice questions are answered, where there are any.
+
+        False where the run went back instead.
+        """
         try:
             with self.stopwatch.span("evaluation"):
                 self._validate()
         except NonFinite as trouble:
-            return overlook(self, trouble)
+            if not overlook(self, trouble):
+                return False
+        with self.stopwatch.span("evaluation"):
+            self.tell_choices()
         return True
 
     def _validate(self) -> None:
-        assert self.prepared.validation is not None
+        if self.prepared.validation is None:
+            return
         loader = self._loader(self.prepared.validation)
         self.decoder.eval()
         sums, _ = self._over_ranks(self.passes.evaluate(loader.sweep()))
@@ -397,6 +402,20 @@ class Work:
             said = samples(self.decoder, self.tokenizer, rows, most=most, files=self.held_out_files)
             self.decoder.train()
             self.emit(events.Samples(step=self.step, samples=said))
+
+    def tell_choices(self) -> None:
+        """Emit how the model answers the run's multiple-choice questions, where it has any."""
+        if (questions := self.prepared.questions) is None:
+            return
+        found_C = multiple_choice.log_likelihoods(
+            questions, self.passes, self._loader(questions.rows), lambda sums: self._over_ranks(sums)[0]
+        )
+        if lines := multiple_choice.unanswered(questions, found_C):
+            self.warn(
+                f"at step {self.step} the log-probability of choices of {len(lines)} multiple-choice questions is not "
+                f"finite, such as in line {lines[0]}; these questions count as answered wrong"
+            )
+        self.emit(multiple_choice.answered(questions, found_C, step=self.step))
 
     def tell_outliers(self) -> None:
         """Emit which training documents are learned worst, where that was watched."""

@@ -20,12 +20,13 @@ from core import artifacts, checkpoints, joblogs, jobs, space
 from core.db import AWAY
 from core.errors import InvalidMove
 from core.failures import failure
+from core.history import CHOICE_METRICS
 from core.models import Job, Node, Slot
 from core.services import Services
 from core.settings import trainer_environment
 from core.states import HELD, JobState
 from engine.config import RunConfig
-from engine.events import LAST, CheckpointSaved, Evaluated, Event, Finished, Log, Step
+from engine.events import LAST, CheckpointSaved, Choices, Evaluated, Event, Finished, Log, Step
 from workers import staging, tidy
 from workers.follower import Follower
 from workers.launcher import GangSpec, Handle, Launcher, Status
@@ -219,6 +220,8 @@ class Attempt:
             case Evaluated():
                 numbers = {"validation_loss": event.loss, "validation_token_accuracy": event.token_accuracy}
                 self.add_metrics(event.step, numbers)
+            case Choices():
+                self.add_metrics(event.step, {name: getattr(event, of) for name, of in CHOICE_METRICS.items()})
             case CheckpointSaved():
                 known = {} if event.best_step is None else {"best_step": event.best_step}
                 metrics = self.metrics.get(event.step, {}) | known

@@ -69,6 +69,8 @@ def _uploads(run: RunConfig, spec: JobSpec) -> Iterator[tuple[Path, str]]:
     yield from zip(run.data.train, spec.data.train, strict=True)
     if isinstance(run.data.validation, Path):
         yield run.data.validation, str(spec.data.validation)
+    if run.data.evaluation is not None:
+        yield run.data.evaluation, str(spec.data.evaluation)
     if run.tokenizer.path is not None and spec.tokenizer is not None:
         yield run.tokenizer.path, str(spec.tokenizer.file)
 

@@ -83,7 +83,7 @@ def preview_file(
         show_json(seen)
         return
     for example in seen["data"]:
-        for shown in filter(None, (example, example["rejected"])):
+        for shown in example["choices"] or filter(None, (example, example["rejected"])):
             said = f": {shown['message']}" if shown["message"] else f", {shown['tokens']} tokens"
             typer.secho(f"line {shown['line']}, {shown['fate']}{said}", bold=True)
             for span in shown["spans"]:

@@ -32,6 +32,8 @@ class Picture:
         self.total: int | None = job["progress"]["total_steps"]
         self.loss: float | None = job["progress"]["loss"]
         self.tokens_per_second: float | None = job["progress"]["tokens_per_second"]
+        self.accuracy: float | None = job["progress"].get("choice_accuracy")
+        """Share of the multiple-choice questions that were answered right, when they were last asked."""
         self.step_seconds: float | None = None
         self.mfu: float | None = None
         self.compute: float | None = None
@@ -52,6 +54,8 @@ class Picture:
                 self.losses.append(data["loss"])
                 self.mfu, computing = data.get("mfu"), data.get("compute_seconds")
                 self.compute = None if computing is None else computing / data["step_seconds"]
+            case "choices":
+                self.accuracy, self.note = data["accuracy"], event.data["message"]
             case "progress" | "evaluated" | "outliers" | "samples" | "checkpoint" | "log":
                 self.note = event.data["message"]
             case "finished" | "stopped" | "failed":
@@ -66,10 +70,12 @@ class Picture:
 
     @property
     def line(self) -> str:
-        """Step, loss, tokens per second, MFU, share of compute, ETA; what isn't known is left out."""
+        """Step, loss, accuracy, tokens per second, MFU, share of compute, ETA; what isn't known is left out."""
         parts = [f"step {self.step}/{self.total}" if self.total else f"step {self.step}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
+        if self.accuracy is not None:
+            parts.append(f"accuracy {self.accuracy:.1%}")
         if self.tokens_per_second:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if self.mfu is not None:
@@ -131,7 +137,7 @@ def _plain(picture: Picture, events: Iterable[Event], console: Console) -> Json:
         if event.data.get("type") == "step":
             if picture.step == picture.total or not picture.step % max(1, (picture.total or 1) // LINES_PER_RUN):
                 console.out(picture.line, highlight=False)
-        elif event.name != "metrics":
+        elif event.name != "metrics" or event.data.get("type") == "choices":
             console.out(f"{event.name}: {event.data['message']}", highlight=False)
     raise AssertionError("a stream ends with `done`")
 

@@ -58,6 +58,7 @@ def upload_data(trainshed: Client, spec: Json, folder: Path) -> Json:
 
     train = data.get("train")
     changed: Json = {"train": [id_of(name) for name in train]} if isinstance(train, list) else {}
-    if isinstance(data.get("validation"), str):
-        changed["validation"] = id_of(data["validation"])
+    for name in ("validation", "evaluation"):
+        if isinstance(data.get(name), str):
+            changed[name] = id_of(data[name])
     return spec | {"data": data | changed}

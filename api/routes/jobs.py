@@ -206,7 +206,7 @@ def get_metrics(
     `compute_seconds`, `communication_seconds` (waited for, not hidden behind compute), `bubble_seconds` (of the
     pipeline), `data_seconds`, and what followed the step before, `evaluation_seconds` and `checkpoint_seconds`. Of each
     validation: `validation_loss` and `validation_token_accuracy`, and under DPO the four rewards, their names likewise
-    with `validation_` before.
+    with `validation_` before; `choice_accuracy` and `choice_accuracy_normalized` where `data.evaluation` is asked.
     """
     job = jobs.get(session, owner, job_id)
     wanted = [name for given in names or [] for name in given.split(",") if name]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.data.format import Chat, Completion, Finding, InvalidData, Preference
+from engine.data.format import Chat, Choice, Completion, Finding, InvalidData, Preference
 from engine.tokenizer import TemplateRefused, Tokenizer, Tokens
 
 
@@ -43,20 +43,59 @@ def encode_preference(tokenizer: Tokenizer, example: Preference) -> tuple[Encode
     return chosen, rejected
 
 
+def encode_choice(tokenizer: Tokenizer, example: Choice) -> tuple[Encoded, ...]:
+    """Each choice in full behind the question, with its own text marked and no end after it: how likely that is counts.
+
+    Behind a text it begins with a space, unless either has white space there.
+    """
+    if isinstance(example.question, Chat):
+        return tuple(_encode_said(tokenizer, example.question, choice) for choice in example.choices)
+    # White space belongs to what follows: in most vocabularies a word has the space before it.
+    question = example.question.rstrip()
+    gap = example.question[len(question) :]
+    try:
+        prompt = tokenizer.prompt(question)
+        texts = [choice if gap == "" and choice[:1].isspace() else (gap or " ") + choice for choice in example.choices]
+        said = list(tokenizer.encode_all([(text, True) for text in texts]))
+    except ValueError as refused:
+        raise InvalidData([Finding(example.line, str(refused))]) from refused
+    return tuple(Encoded(prompt + ids, [False] * len(prompt) + [True] * len(ids)) for ids in said)
+
+
+def _encode_said(tokenizer: Tokenizer, asked: Chat, text: str) -> Encoded:
+    """The conversation up to the end of `text`, which its assistant says and which is marked."""
+    answer = {"role": "assistant", "content": text}
+    chat = Chat(asked.line, (*asked.messages, answer), (*asked.trained, True), asked.tools)
+    tokens, marked, ((start, end),) = _rendered_tokens(tokenizer, chat)
+    place = marked.rfind(text.strip(), start, end)
+    if place < 0:
+        problem = "the base's chat template does not show a choice as it is written; choose another base"
+        raise InvalidData([Finding(asked.line, problem)])
+    tokens = tokenizer.with_start(tokens)
+    trained = _overlaps(tokens.offsets, [(start, place + len(text.strip()))])
+    count = len(trained) - trained[::-1].index(True)
+    return Encoded(tokens.ids[:count], trained[:count])
+
+
 def encode_chat(tokenizer: Tokenizer, chat: Chat) -> Encoded:
     """The conversation with what its assistant says learned. Raises InvalidData where the template spoils it."""
+    tokens, marked, spans = _rendered_tokens(tokenizer, chat)
+    if chat.trained[-1] and spans and tokenizer.last_control(marked[spans[-1][0] :]) is None:
+        tokens, spans = _ended(tokenizer, tokens, marked, spans)
+    tokens = tokenizer.with_start(tokens)
+    return Encoded(tokens.ids, _overlaps(tokens.offsets, spans))
+
+
+def _rendered_tokens(tokenizer: Tokenizer, chat: Chat) -> tuple[Tokens, str, list[tuple[int, int]]]:
+    """The whole conversation in ids and marked, and where in it the learned turns lie."""
     try:
         marked, spans = _spans(tokenizer, chat)
-        tokens = tokenizer.encode_marked(marked)
+        return tokenizer.encode_marked(marked), marked, spans
     except TemplateRefused as refused:
         problem = f"the chat template refuses this conversation: {refused}; change the example or the base"
         raise InvalidData([Finding(chat.line, problem)]) from refused
     except ValueError as refused:
         raise InvalidData([Finding(chat.line, str(refused))]) from refused
-    if chat.trained[-1] and spans and tokenizer.last_control(marked[spans[-1][0] :]) is None:
-        tokens, spans = _ended(tokenizer, tokens, marked, spans)
-    tokens = tokenizer.with_start(tokens)
-    return Encoded(tokens.ids, _overlaps(tokens.offsets, spans))
 
 
 def _ended(

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, Literal
 
 from engine.data.chat import Encoded
-from engine.data.format import Example, Format, InvalidData, Text, examples
+from engine.data.format import Choice, Example, Format, InvalidData, Text, examples
 from engine.data.judging import Fate, judge
 from engine.data.packing import cut, pack
 from engine.data.texts import encoded_pieces
@@ -65,7 +65,7 @@ def _survey_examples(tokenizer: Tokenizer, source: Iterator[Example], reading: R
     capacity = reading.seq_len + 1
     groups: dict[Fate, _Group] = {fate: _Group() for fate in ("truncated", "overlong", "untrainable")}
     refused, lengths = _Group(), []
-    read = trained = 0
+    read = kept = trained = 0
     longest, complete = {"line": 0, "tokens": 0}, True
     for example in source:
         assert not isinstance(example, Text)
@@ -83,7 +83,10 @@ def _survey_examples(tokenizer: Tokenizer, source: Iterator[Example], reading: R
         if judged.fate != "kept":
             groups[judged.fate].add(example.line, tokens=judged.length)
         if judged.fate in ("kept", "truncated"):
-            lengths.append(sum(len(part.ids) for part in judged.parts))
+            kept += 1
+            sizes = [len(part.ids) for part in judged.parts]
+            # Choices are packed one by one.
+            lengths += sizes if isinstance(example, Choice) else [sum(sizes)]
             trained += sum(sum(part.trained[1:]) for part in judged.parts)
     rows = [[place] for place in range(len(lengths))]
     if reading.packing:
@@ -93,14 +96,14 @@ def _survey_examples(tokenizer: Tokenizer, source: Iterator[Example], reading: R
     return {
         "complete": complete,
         "examined": read,
-        "kept": len(lengths),
+        "kept": kept,
         "truncated": groups["truncated"].to_dict(),
         "dropped": groups["overlong"].to_dict(),
         "untrainable": groups["untrainable"].to_dict(),
         "refused": refused.to_dict(),
         "longest": longest,
         **_rows(len(rows), tokens, trained, reading),
-        "problem": _problem(len(lengths), groups["overlong"], refused, longest, reading),
+        "problem": _problem(kept, groups["overlong"], refused, longest, reading),
     }
 
 
@@ -108,12 +111,14 @@ def _problem(kept: int, overlong: _Group, refused: _Group, longest: dict[str, in
     """Why a job that reads the file so would fail; None where it would not."""
     if refused.count:
         return f"{refused.count} examples can't be shown by the base's chat template: {refused.lines[0]['message']}"
-    if overlong.count and reading.overlong == "error":
+    is_asked = reading.format == "choice"
+    if overlong.count and reading.overlong == "error" and not (is_asked and kept):
         return (
             f"{overlong.count} examples are longer than seq_len={reading.seq_len}: raise it to "
-            f'{longest["tokens"] - 1} if the model takes as many, or set data.overlong to "drop" or "truncate"'
+            f"{longest['tokens'] - 1} if the model takes as many"
+            + ("" if is_asked else ', or set data.overlong to "drop" or "truncate"')
         )
-    return None if kept else "no example is left to learn from"
+    return None if kept else "no question is left to ask" if is_asked else "no example is left to learn from"
 
 
 def _survey_text(tokenizer: Tokenizer, source: Iterator[Example], reading: Reading, until: float) -> dict[str, Any]:
@@ -199,8 +204,11 @@ def _shown_examples(tokenizer: Tokenizer, source: Iterator[Example], reading: Re
         except InvalidData as problem:
             yield {"line": example.line, "fate": "refused", "message": problem.findings[0].message}
             continue
-        chosen, *rejected = (_shown(tokenizer, example.line, part, judged.fate) for part in judged.parts)
-        yield chosen | ({"rejected": rejected[0]} if rejected else {})
+        shown = [_shown(tokenizer, example.line, part, judged.fate) for part in judged.parts]
+        if isinstance(example, Choice):
+            yield shown[example.answer] | {"choices": shown, "answer": example.answer}
+        else:
+            yield shown[0] | ({"rejected": shown[1]} if shown[1:] else {})
 
 
 def _shown(tokenizer: Tokenizer, line: int, encoded: Encoded, fate: Fate, *, more: bool = False) -> dict[str, Any]:

@@ -7,6 +7,8 @@ Formats
     preference  JSON Lines, a prompt and two answers to it, the better one told: `{"input": {"messages": […]},
                 "preferred_output": […], "non_preferred_output": […]}` as OpenAI writes it, or `{"prompt", "chosen",
                 "rejected"}`, as texts or as lists of messages.
+    choice      JSON Lines, `{"question", "choices": […], "answer": 0}`, or `messages` instead of `question`: nothing is
+                learned from them, a model is asked which choice it holds likeliest.
     tokens      ids that somebody else made, in Parquet or Megatron's files: `engine.data.tokens` reads them.
 
 Decisions, each of which has hurt somebody elsewhere
@@ -28,6 +30,7 @@ Decisions, each of which has hurt somebody elsewhere
       Arguments of a tool call become the object that their JSON says. `function`, the old role, becomes `tool`.
     - The answers of a pair may repeat the prompt, or be written without it; without a `prompt` it is the messages that
       both begin with. Beside lists of messages, a text is a message. Two answers that are the same are an error.
+    - Choices are texts, two at least and none of them twice; `answer` is the number of the right one, from 0.
 
 Every error has its line, its column (in characters, from 1), the path of the field, and says what to do.
 """
@@ -46,7 +49,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Format = Literal["text", "chat", "completion", "preference", "tokens"]
+Format = Literal["text", "chat", "completion", "preference", "choice", "tokens"]
 MAX_LINE_BYTES = 16 * 2**20
 MAX_ERRORS = 100
 """Errors that one report holds; validation stops there."""
@@ -133,7 +136,7 @@ class Report:
     format: Format | None
     """None where no line says what it is."""
     examples: int
-    """Documents, conversations or pairs that can be trained on."""
+    """Documents, conversations or pairs that can be trained on, or questions to ask."""
     characters: int
     """Of their text, markup left out."""
     empty_lines: int
@@ -215,7 +218,24 @@ class Preference:
         return self.chosen.characters + self.rejected.characters
 
 
-Example = Text | Chat | Completion | Preference
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A question and what may be said to it, one of which is right. Nothing of it is learned."""
+
+    line: int
+    question: str | Chat
+    """Text, or a conversation that the choices answer."""
+    choices: tuple[str, ...]
+    answer: int
+    """Number of the right one, from 0."""
+
+    @property
+    def characters(self) -> int:
+        asked = len(self.question) if isinstance(self.question, str) else self.question.characters
+        return asked + sum(map(len, self.choices))
+
+
+Example = Text | Chat | Completion | Preference | Choice
 
 
 def validate(
@@ -339,7 +359,7 @@ class _Reading:
 
     def is_json(self, head: bytes) -> bool:
         """Whether the file is JSON Lines. What is accepted depends on the content alone, so that `read` agrees."""
-        if self.format in ("chat", "completion", "preference"):
+        if self.format in ("chat", "completion", "preference", "choice"):
             return True
         first = head.lstrip(b" \t\r\n").split(b"\n", 1)[0]
         if not first.startswith((b"{", b"[")):
@@ -922,6 +942,76 @@ def _chats_compared(
     return tuple(chats)
 
 
+def _choice(value: dict[str, Any], fault: Fault, line: int) -> Choice | None:
+    faults = 0
+
+    def counted(path: Path_, message: str) -> None:
+        nonlocal faults
+        faults += 1
+        fault(path, message)
+
+    question = _question(value, counted, line)
+    choices = _choices(value, counted)
+    answer = value.get("answer")
+    if type(answer) is not int:
+        said = f"and this is {_name(answer)}" if "answer" in value else "and it is missing"
+        counted(("answer",), f"answer must be the number of the right choice, from 0, {said}")
+    elif choices and not 0 <= answer < len(choices):
+        last = len(choices) - 1
+        counted(("answer",), f"answer is {str(answer)[:20]}, and choices are numbered from 0, to {last} here")
+    if faults or question is None or type(answer) is not int:
+        return None
+    return Choice(line, question, choices, answer)
+
+
+def _question(value: dict[str, Any], fault: Fault, line: int) -> str | Chat | None:
+    text, messages = value.get("question"), value.get("messages")
+    if (text is None) == (messages is None):
+        fault(("question",), 'say what is asked either as "question", a text, or as "messages", and not both')
+        return None
+    if messages is not None:
+        chat = _chat(value, fault, line, training=False)
+        if chat is None:
+            return None
+        if chat.messages[-1]["role"] == "assistant":
+            fault(
+                ("messages", len(chat.messages) - 1),
+                "the last message is from 'assistant', and the choices are what may be said next; leave it out",
+            )
+        return Chat(line, chat.messages, (False,) * len(chat.messages), chat.tools)
+    if not isinstance(text, str):
+        fault(("question",), f"question must be a string, and this is {_name(text)}")
+        return None
+    if not text.strip():
+        fault(("question",), "the question is empty; write it or remove the line")
+    return text
+
+
+def _choices(value: dict[str, Any], fault: Fault) -> tuple[str, ...]:
+    """The choices; none where there is something wrong with the list as a whole."""
+    choices = value.get("choices")
+    if not isinstance(choices, list) or len(choices) < 2:
+        said = f"this is {_name(choices)}" if not isinstance(choices, list) else f"here {_are(len(choices))}"
+        fault(("choices",), f"choices must be a list of at least two texts, and {said}")
+        return ()
+    first: dict[str, int] = {}
+    for number, choice in enumerate(choices):
+        if not isinstance(choice, str):
+            fault(("choices", number), f"a choice must be a string, and this is {_name(choice)}")
+        elif not choice.strip():
+            fault(("choices", number), "the choice is empty; write it or remove it")
+        elif first.setdefault(choice.strip(), number) != number:
+            fault(
+                ("choices", number),
+                f"this is choices[{first[choice.strip()]}] again; remove one, and mind the number in answer",
+            )
+    return tuple(str(choice) for choice in choices)
+
+
+def _are(count: int) -> str:
+    return "is one" if count == 1 else "are none"
+
+
 def _turns(value: object, role: str, path: Path_, fault: Fault) -> _Turns:
     """A list of messages; a text is a message from `role`."""
     if isinstance(value, str):
@@ -1085,6 +1175,12 @@ class _Kind:
 
 # The order decides where a line could be read in two ways: the richer kind comes first.
 _KINDS = (
+    _Kind(
+        "choice",
+        frozenset({"choices"}),
+        frozenset({"question", "messages", "choices", "answer", "tools", "functions", "parallel_tool_calls"}),
+        _choice,
+    ),
     _Kind(
         "preference",
         frozenset({"preferred_output", "non_preferred_output", "chosen", "rejected"}),

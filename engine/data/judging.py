@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.data.chat import Encoded, encode_chat, encode_completion, encode_preference
-from engine.data.format import Chat, Completion, Preference
+from engine.data.chat import Encoded, encode_chat, encode_choice, encode_completion, encode_preference
+from engine.data.format import Chat, Choice, Completion, Preference
 from engine.data.tokens import Ids
 from engine.tokenizer import Tokenizer
 
@@ -21,14 +21,14 @@ class Judged:
 
     fate: Fate
     parts: tuple[Encoded, ...]
-    """One document, or the two of a pair, the better one first. Cut where they are."""
+    """One document, the two of a pair, the better one first, or one for each choice. Cut where they are."""
     length: int
-    """Ids before anything was cut."""
+    """Ids before anything was cut; of choices, which need not share a row, the longest's."""
 
 
 def judge(
     tokenizer: Tokenizer,
-    example: Chat | Completion | Preference | Ids,
+    example: Chat | Completion | Preference | Choice | Ids,
     *,
     capacity: int,
     truncate: bool,
@@ -36,9 +36,11 @@ def judge(
 ) -> Judged:
     """Raises InvalidData where the example can't be shown by the tokenizer's template."""
     parts = _encoded(tokenizer, example, learns_all)
-    length = sum(len(part.ids) for part in parts)
+    is_asked = isinstance(example, Choice)
+    length = (max if is_asked else sum)(len(part.ids) for part in parts)
     if length > capacity:
-        if not truncate:
+        # A question that is cut is another one.
+        if not truncate or is_asked:
             return Judged("overlong", parts, length)
         parts = _fitted(parts, capacity)
     # Of two answers that are the same once cut, neither is preferred.
@@ -48,10 +50,12 @@ def judge(
 
 
 def _encoded(
-    tokenizer: Tokenizer, example: Chat | Completion | Preference | Ids, learns_all: bool
+    tokenizer: Tokenizer, example: Chat | Completion | Preference | Choice | Ids, learns_all: bool
 ) -> tuple[Encoded, ...]:
     if isinstance(example, Preference):
         return encode_preference(tokenizer, example)
+    if isinstance(example, Choice):
+        return encode_choice(tokenizer, example)
     if isinstance(example, Ids):
         trained = [True] * len(example.ids) if example.trained is None else example.trained.tolist()
         return (Encoded(example.ids.tolist(), trained),)

@@ -17,6 +17,7 @@ from engine.config import Data, RunConfig
 from engine.data.format import (
     READ_BYTES,
     Chat,
+    Choice,
     Completion,
     Example,
     Finding,
@@ -29,6 +30,7 @@ from engine.data.format import (
 )
 from engine.data.judging import judge
 from engine.data.packing import cut, pack
+from engine.data.questions import Notebook, Questions, opened
 from engine.data.rows import Array, Rows, Store
 from engine.data.texts import encoded_pieces
 from engine.data.tokens import Ids, parts, read
@@ -87,6 +89,8 @@ class Prepared:
     """Sentences for the log: what was dropped or cut, with the lines."""
     files: tuple[FileRead, ...] = ()
     """What the rows were made of."""
+    questions: Questions | None = None
+    """Multiple-choice questions to ask; None: there are none."""
 
 
 def tokenizer_for(run: RunConfig, run_dir: Path, report: Report) -> Tokenizer:
@@ -134,12 +138,12 @@ def prepare(
     if vocab_size is None:
         vocab_size = tokenizer.vocab_size if run.model is None else run.model.vocab_size
     data, folder = run.data, run_dir / "prepared"
-    for name in ("train", "validation"):
+    for name in ("train", "validation", "questions"):
         shutil.rmtree(folder / name, ignore_errors=True)
     learns_all = run.objective == "pretrain" or data.format == "text"
     work = _Work(data, tokenizer, report, learns_all, vocab_size)
     train = work.tokenize(data.train, run_dir, folder / "train", "training")
-    tables: dict[str, Table | None] = {"train": None, "validation": None}
+    tables: dict[str, Table | None] = {"train": None, "validation": None, "questions": None}
     if isinstance(data.validation, float):
         tables["train"], tables["validation"] = _held_out(train, data, data.validation, run.training.seed, report)
     else:
@@ -147,6 +151,9 @@ def prepare(
         if data.validation is not None:
             held = work.tokenize((data.validation,), run_dir, folder / "validation", "validation")
             tables["validation"] = held.table(data, np.arange(held.units), report)
+    if data.evaluation is not None:
+        asked = work.questions(data.evaluation, run_dir, folder / "questions")
+        tables["questions"] = asked.table(data, np.arange(asked.units), report)
     index = {
         "width": data.seq_len + 1,
         "pad_id": tokenizer.pad_id,
@@ -185,7 +192,10 @@ def open_prepared(run_dir: Path) -> Prepared:
     assert train is not None
     counts = Counts(**{**index["counts"], "rows": len(train), "tokens": train.tokens})
     files = tuple(FileRead(**file) for file in index["files"])
-    return Prepared(train, rows("validation", index["validation_store"]), counts, tuple(index["notes"]), files)
+    validation, questions = rows("validation", index["validation_store"]), None
+    if (asked := rows("questions", "questions")) is not None:
+        questions = opened(folder / "questions", asked, np.load(folder / "questions.members.npy"))
+    return Prepared(train, validation, counts, tuple(index["notes"]), files, questions)
 
 
 @dataclass(frozen=True)
@@ -396,6 +406,46 @@ class _Work:
         self._note(name, read, empty, "left out: nothing in them would be learned" + " once cut" * bool(overlong.count))
         return done
 
+    def questions(self, file: Path, run_dir: Path, folder: Path) -> _Tokenized:
+        """Write each choice of each question that fits a row; what is right is written beside."""
+        capacity = self.data.seq_len + 1
+        done, notebook, overlong = _Tokenized(Counts(), "choices"), Notebook(), _Tally()
+        source = _Source((file,), run_dir, "choice", self.report)
+        store = Store(folder, max(self.vocab_size, self.tokenizer.vocab_size))
+        read = 0
+        refused: list[Finding] = []
+        try:
+            for _, example in source:
+                read += 1
+                assert isinstance(example, Choice)
+                try:
+                    judged = judge(self.tokenizer, example, capacity=capacity, truncate=False)
+                except InvalidData as problem:
+                    refused.extend(problem.findings)
+                    if len(refused) >= MAX_LINES:
+                        break
+                    continue
+                if judged.fate != "kept":
+                    overlong.add(f"line {example.line} ({judged.length} tokens)")
+                    continue
+                notebook.add(example)
+                for part in judged.parts:
+                    store.segments([(store.length, len(part.ids), 0, example.line)])
+                    store.append(part.ids, part.trained)
+                    done.lengths.append(len(part.ids))
+        finally:
+            store.close()
+        if refused:
+            raise InvalidData(refused, source=file.name)
+        longer = f"longer than data.seq_len={self.data.seq_len}"
+        if not done.units:
+            problem_text = f"of {read} multiple-choice questions none can be asked: they are {longer}; raise it"
+            raise InvalidData([Finding(0, problem_text)], source=file.name)
+        self._note("multiple-choice", read, overlong, f"left out: {longer}")
+        notebook.write(folder, left_out=overlong.count)
+        self.files += source.read
+        return done
+
     def _note(self, name: str, read: int, tally: _Tally, what: str) -> None:
         if tally.count:
             self.notes.append(f"{tally.count} of {read} {name} examples {what}: {tally}")
@@ -487,7 +537,7 @@ def _texts(data: Data, run_dir: Path, report: Report) -> Iterator[str]:
         elif isinstance(example, Preference):
             yield from _read(example.chosen)
             yield from _read(example.rejected)
-        elif not isinstance(example, Ids):
+        elif not isinstance(example, Ids | Choice):
             yield from _read(example)
 
 

@@ -55,11 +55,14 @@ def test_a_spec_names_its_data_by_path_and_the_job_can_be_shown_listed_and_cance
 def test_a_spec_in_yaml_is_as_good(trainshed, spec, tmp_path):
     (tmp_path / "job.yaml").write_text(
         "kind: pretrain\nlabels: {team: a}\nmodel: {preset: llama-15m}\ntokenizer: {type: bytes}\n"
-        "data: {train: [corpus.txt], validation: corpus.txt, seq_len: 32}\ntraining: {steps: 2, lr: 3e-4}\n"
+        "data: {train: [corpus.txt], validation: corpus.txt, evaluation: asked.jsonl, seq_len: 32}\n"
+        "training: {steps: 2, lr: 3e-4}\n"
     )
+    (tmp_path / "asked.jsonl").write_text('{"question": "2 + 2?", "choices": ["3", "4"], "answer": 1}\n')
     job = json.loads(trainshed("submit", "job.yaml", "--json"))
     assert job["run_config"]["training"]["lr"] == 3e-4
     assert job["spec"]["data"]["validation"].startswith("file-")
+    assert job["spec"]["data"]["evaluation"].startswith("file-")
     assert [one["id"] for one in json.loads(trainshed("list", "--label", "team=a", "--json"))] == [job["id"]]
 
 

@@ -13,7 +13,10 @@ from tests.api.test_requests import envelope
 
 def test_a_plan_is_what_a_submit_makes_and_queues_nothing(live, http):
     file = driving.upload(http)
-    asked = driving.spec(file["id"], data={"train": [file["id"]], "validation": file["id"], "seq_len": 32})
+    row = b'{"question": "2 + 2?", "choices": ["3", "4"], "answer": 1}'
+    questions = driving.upload(http, row, "questions.jsonl")["id"]
+    data = {"train": [file["id"]], "validation": file["id"], "evaluation": questions, "seq_len": 32}
+    asked = driving.spec(file["id"], data=data)
     with live.http(live.key("read")) as reader:
         # Another project's file is none.
         assert envelope(reader.post("/v1/plans", json=asked), 404)["param"] == "data.train.0"
@@ -26,6 +29,7 @@ def test_a_plan_is_what_a_submit_makes_and_queues_nothing(live, http):
     assert (plan["slots"], plan["bytes_per_rank"]) == (job["slots"], job["plan"]["bytes_per_rank"])
     assert [(one["use"], one["id"], one["bytes"]) for one in plan["data"]] == [
         ("train", file["id"], len(driving.TEXT)), ("validation", file["id"], len(driving.TEXT)),
+        ("evaluation", questions, len(row)),
     ]  # fmt: skip
     assert plan["data"][0]["report"]["characters"] == len(driving.TEXT)
 

@@ -90,6 +90,25 @@ def test_text_and_pairs_can_be_seen_too(http):
     assert [side["spans"][1]["text"] for side in (shown, shown["rejected"])] == [" yes</s>", " no</s>"]
 
 
+def test_questions_are_reported_and_each_choice_is_seen(http, live, key, monkeypatch):
+    asked = [{"question": "the hello:", "choices": ["yes", "no " * 60], "answer": 0}, {"messages": TALK["messages"][:1],
+             "choices": ["a", "bc"], "answer": 1}]  # fmt: skip
+    file = driving.upload(http, lines(*asked), "questions.jsonl")["id"]
+    report = http.get(f"/v1/files/{file}/report", params={"base": BASE, "seq_len": 32}).json()
+    assert (report["format"], report["examples"], report["kept"], report["problem"]) == ("choice", 2, 1, None)
+    assert [each["line"] for each in report["dropped"]["lines"]] == [1]
+    first, second = http.post(f"/v1/files/{file}/preview", json={"base": BASE, "seq_len": 32}).json()["data"]
+    assert (first["line"], first["fate"], second["fate"], second["answer"]) == (1, "overlong", "kept", 1)
+    assert [each["spans"][-1] for each in second["choices"]] == [
+        {"trained": True, "text": " a"}, {"trained": True, "text": " bc"},
+    ]  # fmt: skip
+    assert second["text"] == second["choices"][1]["text"] == "<s> User: a\nAssistant: bc"
+    monkeypatch.setenv("TRAINSHED_URL", live.url)
+    monkeypatch.setenv("TRAINSHED_API_KEY", key)
+    shown = CliRunner().invoke(app, ["files", "preview", file, "--base", BASE, "--line", "2"])
+    assert shown.stdout.count("line 2, kept") == 2
+
+
 def test_unasked_a_report_reads_rows_as_long_as_a_jobs(http, live):
     """By docs/data-formats.md: 1024 tokens, and twice as many where both answers of a pair share a row."""
     folder = live.services.settings.models / "previews-long"

@@ -47,6 +47,17 @@ def test_watching_tells_step_loss_speed_and_eta_and_returns_the_job_as_it_ended(
     assert "[odd] rows" in shown.getvalue()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_how_questions_were_answered_is_told_and_stays_in_the_line(terminal):
+    data = {"step": 1, "accuracy": 0.625}
+    told = Event("metrics", "9", {"type": "choices", "message": "62.5% of 8 right", "data": data})
+    *before, done = events()
+    shown = io.StringIO()
+    watch(JOB, [*before[:3], told, *before[3:], done], Console(file=shown, force_terminal=terminal, width=160))
+    assert "62.5% of 8 right" in shown.getvalue()
+    assert "step 2/2  loss 2.0000  accuracy 62.5%" in shown.getvalue()
+
+
 def test_the_line_tells_utilisation_and_the_share_of_compute_where_the_engine_does():
     picture = Picture(JOB)
     data = {"step": 1, "loss": 4.0, "tokens_per_second": 10.0, "step_seconds": 2.0}

@@ -213,6 +213,7 @@ class Tuned(NamedTuple):
     checkpoint: str
     result: str
     run_dir: Path
+    job_id: str
 
 
 @pytest.fixture(scope="module")
@@ -222,10 +223,14 @@ def tuned(live, base, tmp_path_factory) -> Tuned:
     with live.http(key) as http:
         rows = [{"prompt": f"{n} and {n}?", "completion": " " + "yes " * (n % 4 + 1)} for n in range(12)]
         file = driving.upload(http, b"".join(json.dumps(row).encode() + b"\n" for row in rows), "rows.jsonl")["id"]
+        asked = [{"question": f"{n} and {n}?", "choices": ["no", "yes yes"], "answer": n % 2} for n in range(3)]
+        content = b"".join(json.dumps(row).encode() + b"\n" for row in asked)
+        questions = driving.upload(http, content, "questions.jsonl")["id"]
+        data = {"train": [file], "evaluation": questions, "seq_len": 64}
         spec = {
-            "kind": "finetune", "model": {"base": BASE}, "data": {"train": [file], "seq_len": 64},
+            "kind": "finetune", "model": {"base": BASE}, "data": data,
             "method": {"type": "lora", "rank": 4}, "artifacts": {"merged": False},
-            "training": {"steps": 4, "lr": 0.05, "precision": "fp32", "global_batch": 4},
+            "training": {"steps": 4, "lr": 0.05, "precision": "fp32", "global_batch": 4, "eval_every": 2},
         }  # fmt: skip
         answer = http.post("/v1/jobs", json=spec)
         assert answer.status_code == 201, answer.text
@@ -236,7 +241,8 @@ def tuned(live, base, tmp_path_factory) -> Tuned:
         run_dir = tmp_path_factory.mktemp("tuned") / "run"
         run = staging.stage(services, job, run_dir)
         driving.record(services, job_id, fence, driving.started())
-        runs.events_of(run_dir, RunConfig.model_validate(run))
+        told = runs.events_of(run_dir, RunConfig.model_validate(run))
+        driving.record(services, job_id, fence, *(event for event in told if event.type in ("step", "choices")))
         saved = run_dir / "checkpoints" / "step-00000004"
         checkpoints.publish(services, job_id, fence=fence, step=4, folder=saved, metrics={})
         artifacts.publish(services, job, run_dir / "export")
@@ -246,7 +252,22 @@ def tuned(live, base, tmp_path_factory) -> Tuned:
         assert http.get(f"/v1/models/{listed['id']}").json()["job_id"] == job_id
     with services.db.reading() as session:
         assert jobs.held(session, job_id, fence=fence).result_model == result
-    return Tuned(key, listed["id"], result, run_dir)
+    return Tuned(key, listed["id"], result, run_dir, job_id)
+
+
+def test_a_job_tells_how_its_model_answered_the_questions_in_its_file(live, tuned) -> None:
+    with live.http(tuned.key) as http:
+        progress = http.get(f"/v1/jobs/{tuned.job_id}").json()["progress"]
+        asked = http.get(f"/v1/jobs/{tuned.job_id}/events", params={"type": "choices"}).json()["data"]
+        names = "choice_accuracy,choice_accuracy_normalized"
+        series = http.get(f"/v1/jobs/{tuned.job_id}/metrics", params={"names": names}).json()["series"]
+    assert [(event["data"]["step"], event["data"]["questions"]) for event in asked] == [(2, 3), (4, 3)]
+    assert series["choice_accuracy"] == [[event["data"]["step"], event["data"]["accuracy"]] for event in asked]
+    last = asked[-1]["data"]
+    # Trained to say yes, it holds "yes yes" likelier than "no" for its length: right where n is odd.
+    assert (last["correct_normalized"], last["accuracy_normalized"]) == (1, pytest.approx(1 / 3))
+    assert progress["choice_accuracy"] == last["accuracy"]
+    assert progress["choice_accuracy_normalized"] == last["accuracy_normalized"]
 
 
 # peft reads a property that transformers is about to drop.

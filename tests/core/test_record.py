@@ -13,6 +13,7 @@ from core.models import Job
 from core.states import JobState
 from engine.events import (
     CheckpointSaved,
+    Choices,
     Evaluated,
     Event,
     Failed,
@@ -123,6 +124,24 @@ def test_answers_to_held_out_prompts_are_told_by_the_id_of_their_file(session: S
     last = events.since(session, job.id, 0)[-1]
     assert last.message == "step 1: answers to validation prompts"
     assert last.data["samples"] == [said | {"file": make.FILE_ID}]
+
+
+def test_how_questions_were_answered_becomes_metrics_and_progress_once(session: Session) -> None:
+    job = make.job(session, state=S.RUNNING)
+    asked = {"questions": 8, "correct": 6, "correct_normalized": 4, "accuracy": 0.75, "accuracy_normalized": 0.5}
+    told = Choices(seq=2, time=1.0, step=1, left_out=2, **asked)
+    again = told.model_copy(update={"seq": 3, "accuracy": 0.25})
+    jobs.record(session, job.id, fence=1, events=[make.step(1), told, again])
+    names = ["choice_accuracy", "choice_accuracy_normalized"]
+    assert metrics.series(session, job.id, names=names) == {names[0]: [(1, 0.75)], names[1]: [(1, 0.5)]}
+    progress = jobs.find(session, job.id).progress
+    assert (progress["choice_accuracy"], progress["choice_accuracy_normalized"]) == (0.25, 0.5)
+    (event,) = [event for event in events.since(session, job.id, 0) if event.type == "choices"]
+    assert event.message == (
+        "step 1: 75.0% of 8 multiple-choice questions right (50.0% normalized); 2 are longer than a row and were not "
+        "asked"
+    )
+    assert event.data == {"step": 1, "left_out": 2, **asked}
 
 
 def test_where_a_steps_time_went_becomes_metrics(session: Session) -> None:

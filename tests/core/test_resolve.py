@@ -40,6 +40,7 @@ UPLOADS = [
     upload("chat", "chat"),
     upload("pairs", "completion"),
     upload("preferences", "preference"),
+    upload("questions", "choice"),
     replace(upload("ids", "tokens"), container="parquet", tokens=6400, max_id=259),
     replace(upload("masked", "tokens"), container="megatron", tokens=6400, max_id=259, masked=True),
     replace(upload("foreign", "tokens"), container="parquet", tokens=6400, max_id=260),
@@ -95,6 +96,35 @@ def test_what_goes_by_the_validation_loss_has_validations_as_often_as_checkpoint
     run = resolved(held_out, training={"steps": 100, "keep_best": True, "eval_every": 3}).run
     assert (run.training.eval_every, run.training.keep_best, run.export.checkpoint) == (3, True, "last")
     assert resolved(held_out, training={"steps": 100}).run.training.eval_every is None
+
+
+@pytest.mark.parametrize(
+    ("ask", "train"),
+    [(SCRATCH, "file-text"), (FINETUNE, "file-chat"), (PREFERENCE, "file-preferences"), (FINETUNE, "file-masked")],
+    ids=["pretrain", "chat", "dpo", "ids"],
+)
+def test_any_job_may_be_asked_questions(ask: dict[str, Any], train: str) -> None:
+    spec = JobSpec.model_validate(ask | {"data": {"train": [train], "evaluation": "file-questions"}})
+    assert ("data.evaluation", "file-questions") in list(spec.files())
+    run = resolved(ask, data={"train": [train], "evaluation": "file-questions"}).run
+    assert run.data.evaluation == Path("data/evaluation.jsonl")
+    assert resolved(ask).run.data.evaluation is None
+
+
+@pytest.mark.parametrize(
+    ("data", "param", "word"),
+    [
+        ({"train": ["file-questions"]}, "data.train.0", "data.evaluation"),
+        ({"train": ["file-chat"], "validation": "file-questions"}, "data.validation", "data.evaluation"),
+        ({"train": ["file-chat"], "evaluation": "file-chat"}, "data.evaluation", "data.validation"),
+        ({"train": ["file-chat"], "evaluation": "file-notes"}, "data.evaluation", "purpose fine-tune"),
+    ],
+    ids=["trained on", "validated with", "no questions", "not judged"],
+)
+def test_questions_and_examples_in_one_anothers_place_are_refused(data: dict[str, Any], param: str, word: str) -> None:
+    with pytest.raises(InvalidSpec, match=word) as refusal:
+        resolved(FINETUNE, data=data)
+    assert refusal.value.param == param
 
 
 def test_the_shortest_finetune_is_a_whole_job() -> None:

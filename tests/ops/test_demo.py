@@ -52,6 +52,11 @@ def test_its_fine_tune_is_a_valid_job_on_conversations_that_are_all_good(demo: M
     assert (report.format, report.examples, report.errors, report.warnings) == ("chat", 38, (), ())
 
 
+def test_the_questions_beside_it_are_all_good():
+    report = validate(read_chunks(ROOT / "examples" / "questions.jsonl"))
+    assert (report.format, report.examples, report.errors, report.warnings) == ("choice", 12, (), ())
+
+
 def test_two_tokens_as_frequent_as_each_other_need_ln_2_nats(demo: ModuleType, tmp_path: Path):
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer.pre_tokenizer = Whitespace()

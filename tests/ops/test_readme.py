@@ -18,7 +18,7 @@ import trainshed
 from api.cli.specs import SpecLoader
 from core import settings as settings_module
 from core.failures import HINTS
-from core.history import EVALUATION_METRICS, STEP_METRICS
+from core.history import CHOICE_METRICS, EVALUATION_METRICS, STEP_METRICS
 from core.settings import Settings
 from core.spec import JobSpec
 from tests.ops.routes import exists
@@ -62,8 +62,10 @@ def test_every_spec_in_yaml_is_a_valid_job_and_what_it_names_of_ours_is_there():
     specs = [yaml.load(block, SpecLoader) for block in blocks(README, "yaml")]
     assert {spec["kind"] for spec in specs} == {"finetune", "pretrain"}
     for spec in specs:
-        assert all((ROOT / name).is_file() for name in spec["data"]["train"] if "/" in name)
-        JobSpec.model_validate(spec | {"data": spec["data"] | {"train": ["file-0"]}})
+        asked = {"evaluation"} & spec["data"].keys()
+        named = [*spec["data"]["train"], *(spec["data"][name] for name in asked)]
+        assert all((ROOT / name).is_file() for name in named if "/" in name)
+        JobSpec.model_validate(spec | {"data": spec["data"] | {"train": ["file-0"]} | dict.fromkeys(asked, "file-0")})
 
 
 def test_the_python_example_uses_the_client_as_it_is(monkeypatch: pytest.MonkeyPatch):
@@ -132,7 +134,7 @@ def test_the_page_on_operations_explains_each_error_code_as_the_code_does():
 def test_the_page_on_operations_explains_each_metric():
     section = OPERATIONS.split("## What a job measures")[1].split("\n## ")[0]
     named = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
-    assert sorted(named) == sorted([*STEP_METRICS, *EVALUATION_METRICS])
+    assert sorted(named) == sorted([*STEP_METRICS, *EVALUATION_METRICS, *CHOICE_METRICS])
 
 
 def test_the_tree_names_every_package():

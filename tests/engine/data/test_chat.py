@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import transformers
 
-from engine.data.chat import Encoded, encode_chat, encode_completion
-from engine.data.format import Chat, Completion, InvalidData, conversation
+from engine.data.chat import Encoded, encode_chat, encode_choice, encode_completion
+from engine.data.format import Chat, Choice, Completion, InvalidData, conversation
 from engine.tokenizer import Tokenizer
 from tests.engine.data import make
 
@@ -271,3 +271,50 @@ def test_a_long_conversation_is_learned_turn_by_turn() -> None:
     assert learned(tokenizer, encode_chat(tokenizer, make.talk(*turns))) == [
         f"answer{number}<|im_end|>" for number in range(30)
     ]
+
+
+@pytest.mark.parametrize(
+    ("question", "choice", "said"),
+    [
+        ("the hello:", "hello", " hello"),
+        ("the hello: ", "hello", " hello"),
+        ("the hello:", " hello", " hello"),
+        ("the hello:\n", "the", "\nthe"),
+    ],
+)
+def test_a_choice_is_what_transformers_reads_behind_its_question(
+    tmp_path: Path, question: str, choice: str, said: str
+) -> None:
+    folder = make.llama_folder(tmp_path)
+    ours, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    first, _ = encode_choice(ours, Choice(1, question, (choice, "other"), 0))
+
+    assert first.ids == theirs("the hello:" + said)["input_ids"]
+    assert first.trained == [place >= len(theirs("the hello:")["input_ids"]) for place in range(len(first.ids))]
+
+
+@pytest.mark.parametrize("template", ["chatml", "plain"])
+def test_a_choice_behind_a_conversation_counts_without_the_turns_end(template: str, tmp_path: Path) -> None:
+    Tokenizer.bytes().save(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path, template=template)
+    asked = conversation({"messages": [{"role": "user", "content": "yes or no?"}]}, training=False)
+    encoded = encode_choice(tokenizer, Choice(1, asked, ("yes", "or no"), 0))
+
+    shown = [tokenizer.decode(each.ids, skip_special=False) for each in encoded]
+    before = {
+        "chatml": "<|im_start|>user\nyes or no?<|im_end|>\n<|im_start|>assistant\n",
+        "plain": "User: yes or no?\nAssistant: ",
+    }[template]
+    assert shown == [before + "yes", before + "or no"]
+    # Of plain, the space before the answer is the assistant's too.
+    gap = {"chatml": "", "plain": " "}[template]
+    assert [learned(tokenizer, each) for each in encoded] == [[gap + "yes"], [gap + "or no"]]
+
+
+def test_a_template_that_changes_a_choice_is_refused_with_the_line(tmp_path: Path) -> None:
+    Tokenizer.bytes().save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content | upper }}]{% endfor %}")
+    asked = conversation({"messages": [{"role": "user", "content": "q"}]}, training=False)
+
+    with pytest.raises(InvalidData, match=r"line 7: .*template does not show"):
+        encode_choice(Tokenizer.load(tmp_path), Choice(7, Chat(7, asked.messages, (False,)), ("a", "b"), 0))

@@ -46,6 +46,52 @@ def test_a_survey_of_text_counts_what_a_run_would(packing: bool, tmp_path: Path)
     assert told["trainable_tokens"] == done.train.labels()
 
 
+ASKED = [
+    {"question": "q" * (number + 1), "choices": ["a" * (number * 3 % 40 + 1), "b", "cc"], "answer": number % 3}
+    for number in range(40)
+]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_survey_of_questions_counts_what_a_run_would_ask(packing: bool, tmp_path: Path) -> None:
+    content = make.jsonl(ASKED)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "questions.jsonl").write_bytes(content)
+    asked = {"evaluation": Path("data/questions.jsonl"), "seq_len": 48, "packing": packing}
+    done = make.prepared(tmp_path, b"some text", format="text", **asked).questions
+    # By hand: a byte is an id, a space stands before each choice, and a row and its last label are 49.
+    lengths = [len(row["question"]) + 1 + max(map(len, row["choices"])) for row in ASKED]
+    short = [number for number, length in enumerate(lengths) if length <= 49]
+
+    told = survey(Tokenizer.bytes(), [content], Reading("choice", 48, packing=packing), seconds=60)
+
+    assert done is not None
+    assert (told["examined"], told["kept"], told["problem"]) == (40, len(short), None)
+    assert [each["line"] for each in told["dropped"]["lines"]] == [n + 1 for n in range(40) if n not in short]
+    assert (told["rows"], told["tokens"]) == (len(done.rows), done.rows.tokens)
+    assert told["trainable_tokens"] == done.rows.labels()
+    assert (len(done), done.left_out) == (len(short), 40 - len(short))
+    assert done.lines_Q.tolist() == [number + 1 for number in short]
+    assert done.answers_Q.tolist() == [ASKED[number]["answer"] for number in short]
+
+
+def test_of_questions_that_are_all_too_long_a_survey_says_what_would_do() -> None:
+    told = survey(Tokenizer.bytes(), [make.jsonl(ASKED[-1:])], Reading("choice", 16), seconds=60)
+
+    assert (told["kept"], told["dropped"]["count"]) == (0, 1)
+    assert "seq_len=16" in told["problem"]
+    assert "overlong" not in told["problem"]
+
+
+def test_each_choice_is_shown_with_what_of_it_counts() -> None:
+    (shown,) = preview(Tokenizer.bytes(), [make.jsonl(ASKED[:1])], Reading("choice", 64))
+
+    assert [[span["text"] for span in each["spans"]] for each in shown["choices"]] == [
+        ["q", " a"], ["q", " b"], ["q", " cc"],
+    ]  # fmt: skip
+    assert (shown["answer"], shown["text"], shown["mask"]) == (0, "q a", [0, 1, 1])
+
+
 @pytest.mark.parametrize(("form", "line"), [("chat", make.chat_line("q", "a")), ("text", {"text": "some words"})])
 def test_a_survey_without_end_says_how_far_it_came(form: str, line: object) -> None:
     told = survey(Tokenizer.bytes(), repeat(make.jsonl([line] * 100)), Reading(form, 64), seconds=0.2)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from engine.data.format import (
     MAX_LINE_BYTES,
     PIECE_CHARACTERS,
     Chat,
+    Choice,
     Completion,
     InvalidData,
     Preference,
@@ -166,6 +167,35 @@ BAD_LINES = [
     pytest.param(
         '{"chosen":[' + USER + "," + ASSISTANT + '],"rejected":¶[' + USER + "," + ASSISTANT + "]}",
         "rejected", "the same", id="the same conversation twice",
+    ),
+    pytest.param(
+        '{"question":"q","choices":["a","b"],"answer":¶2}', "answer", "from 0, to 1", id="an answer beyond the choices"
+    ),
+    pytest.param('{"question":"q","choices":["a","b"],"answer":¶-1}', "answer", "from 0", id="an answer below 0"),
+    pytest.param('{"question":"q","choices":["a","b"],"answer":¶true}', "answer", "the number", id="true as answer"),
+    pytest.param('{"question":"q","choices":["a","b"],"answer":¶"a"}', "answer", "a string", id="the answer's text"),
+    pytest.param('¶{"question":"q","choices":["a","b"]}', "answer", "missing", id="choices without an answer"),
+    pytest.param('{"question":"q","choices":¶["a"],"answer":0}', "choices", "two texts", id="a single choice"),
+    pytest.param('{"question":"q","choices":¶{"text":[]},"answer":0}', "choices", "an object", id="choices in columns"),
+    pytest.param(
+        '{"question":"q","choices":["a","b",¶" a"],"answer":0}', "choices[2]", "choices[0] again", id="a choice twice"
+    ),
+    pytest.param('{"question":"q","choices":["a",¶" "],"answer":0}', "choices[1]", "empty", id="an empty choice"),
+    pytest.param('{"question":"q","choices":["a",¶5],"answer":0}', "choices[1]", "a number", id="a number as choice"),
+    pytest.param('{"question":¶"","choices":["a","b"],"answer":0}', "question", "empty", id="an empty question"),
+    pytest.param('{"question":¶5,"choices":["a","b"],"answer":0}', "question", "a number", id="a number as question"),
+    pytest.param('¶{"choices":["a","b"],"answer":0}', "question", "either", id="choices without a question"),
+    pytest.param(
+        '{"question":¶"q","messages":[' + USER + '],"choices":["a","b"],"answer":0}',
+        "question", "not both", id="a question twice",
+    ),
+    pytest.param(
+        '{"messages":[' + USER + ",¶" + ASSISTANT + '],"choices":["a","b"],"answer":0}',
+        "messages[1]", "said next", id="a question that is answered",
+    ),
+    pytest.param(
+        '{"messages":[{"role":¶"bot","content":"a"}],"choices":["a","b"],"answer":0}',
+        "messages[0].role", "bot", id="a question from nobody",
     ),
 ]  # fmt: skip
 
@@ -427,6 +457,22 @@ def test_a_pair_of_texts_is_read_as_completions_are() -> None:
     line = b'{"prompt":"q","chosen":"a","rejected":"b"}'
 
     assert list(examples([line], "preference")) == [Preference(1, Completion(1, "q", "a"), Completion(1, "q", "b"))]
+
+
+def test_a_question_has_its_choices_and_may_be_a_conversation() -> None:
+    lines = [
+        {"question": "2 + 2?", "choices": ["3", "4"], "answer": 1, "subject": "sums"},
+        {"messages": [SYSTEM, ASKS, BETTER, ASKS], "choices": ["a", "b", "c"], "answer": 0},
+    ]
+    content = make.jsonl(lines)
+    report = judge(content)
+
+    assert (report.format, report.examples, report.characters, report.errors) == ("choice", 2, 15, ())
+    assert [finding.field for finding in report.warnings] == ["subject"]
+    asked = Chat(2, (SYSTEM, ASKS, BETTER, ASKS), (False,) * 4)
+    assert list(examples([content], "choice")) == [
+        Choice(1, "2 + 2?", ("3", "4"), 1), Choice(2, asked, ("a", "b", "c"), 0),
+    ]  # fmt: skip
 
 
 def test_what_the_prompt_of_a_pair_answered_is_not_learned() -> None:

@@ -350,3 +350,21 @@ def test_an_order_is_the_same_on_every_machine() -> None:
     assert shuffled(5, 1, 0).tolist() == sorted(range(5), key=lambda place: int(bits[place]))
     assert shuffled(5, 1, 0).tolist() != shuffled(5, 1, 1).tolist()
     assert sorted(shuffled(1000, 2**62, 7)) == list(range(1000))
+
+
+def test_questions_that_are_all_too_long_end_the_run_in_words(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    row = {"question": "q" * 20, "choices": ["a", "b"], "answer": 0}
+    (tmp_path / "data" / "questions.jsonl").write_bytes(make.jsonl([row, row]))
+
+    with pytest.raises(InvalidData, match=r"questions.jsonl: of 2 .* none can be asked: .*data.seq_len=16"):
+        make.prepared(tmp_path, b"some text", seq_len=16, evaluation=Path("data/questions.jsonl"))
+
+
+def test_a_bad_question_ends_the_run_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    row = {"question": "q", "choices": ["a", "b"], "answer": 0}
+    (tmp_path / "data" / "questions.jsonl").write_bytes(make.jsonl([row, row | {"answer": 2}]))
+
+    with pytest.raises(InvalidData, match=r"questions.jsonl: line 2, .*answer"):
+        make.prepared(tmp_path, b"some text", seq_len=16, evaluation=Path("data/questions.jsonl"))
