@@ -14,8 +14,10 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 # More for pip, such as --index-url for a CPU-only build of torch.
 PIP_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Two cores and up to two ranks: a thread each, or they fight over the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Two files of tests at a time: much of what they do is to wait, for processes to start and for jobs to end.
+WORKERS ?= 2
+# Two cores and up to two ranks: a thread each, or they fight over the cores. Files as they come: the longest are first.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install dev demo serve test bench check format openapi lock clean
 
@@ -48,7 +50,7 @@ demo: install ## Train a model from text, fine-tune it and chat with it, all ove
 serve: install ## All of it on this machine, in the foreground
 	$(BIN)/trainshed serve
 
-test: dev ## Everything, against real Valkey, PostgreSQL, Celery and ranks. ARGS=… goes to pytest
+test: dev ## Everything, against real Valkey, PostgreSQL, Celery and ranks. ARGS=… goes to pytest, WORKERS=0 runs one at a time
 	$(PYTEST) $(ARGS)
 
 bench: dev ## Training steps a second beside a plain transformers loop; about 4 minutes of an idle machine

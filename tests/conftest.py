@@ -28,6 +28,11 @@ ADMIN_KEY = "ts_tests_and_nothing_but_tests"
 _number = count(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The drills first: they take longest, and wait more than they compute, so that others can run beside them."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/faults"))
+
+
 @pytest.fixture(scope="session")
 def new_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
     """Makes a migrated SQLite database in a folder; its URL."""
