@@ -28,6 +28,8 @@ import httpx
 
 Json = dict[str, Any]
 Answer = TypeVar("Answer")
+Prompt = str | list[str] | list[int] | list[list[int]]
+"""One or several, as text or as token ids."""
 
 QUIET_SECONDS = 45.0
 """A stream that says nothing for this long, not even a heartbeat, is dead."""
@@ -296,8 +298,8 @@ class Client:
     def register_model(self, model_id: str, source: str | Mapping[str, Any]) -> Json:
         return self._json("POST", "v1/models", json={"id": model_id, "source": source})
 
-    def complete(self, model: str, prompt: str, **options: Any) -> Json:
-        """A continuation of `prompt`. Options as in OpenAI's `/completions`, such as max_tokens, temperature, seed."""
+    def complete(self, model: str, prompt: Prompt, **options: Any) -> Json:
+        """A continuation of each prompt. Options as in OpenAI's `/completions`: max_tokens, temperature, seed."""
         body = {"model": model, "prompt": prompt, **options}
         return self._json("POST", "v1/completions", json=body, timeout=self._patient)
 
