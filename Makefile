@@ -19,7 +19,7 @@ WORKERS ?= 2
 # Two cores and up to two ranks: a thread each, or they fight over the cores. Files as they come: the longest are first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install dev demo serve test bench check format openapi lock clean
+.PHONY: help install dev demo example serve test bench check format openapi lock clean
 
 help: ## Say what there is
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -47,6 +47,9 @@ $(VENV)/installed-dev: $(VENV)/installed
 demo: install ## Train a model from text, fine-tune it and chat with it, all over HTTP
 	$(BIN)/python examples/demo.py
 
+example: dev ## Run one of examples/: make example NAME=finetune_smollm2 ARGS=--short
+	$(BIN)/python examples/$(NAME).py $(ARGS)
+
 serve: install ## All of it on this machine, in the foreground
 	$(BIN)/trainshed serve
 
@@ -73,5 +76,5 @@ lock: ## Resolve constraints.txt anew, to the newest versions that fit together
 	$(PYTHON) .ci/lock.py
 
 clean: ## Remove what was made here; data of a service stays
-	rm -rf $(VENV) .demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .demo .examples build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+import demo
 from core.files import FileFacts
 from core.resolve import ClusterFacts, resolve
 from core.spec import JobSpec
@@ -21,18 +19,7 @@ from engine.data.format import read_chunks, validate
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["demo"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_its_pretrain_becomes_two_ranks_with_sequence_parallelism_and_selective_recomputation(demo: ModuleType):
+def test_its_pretrain_becomes_two_ranks_with_sequence_parallelism_and_selective_recomputation():
     data = {"train": ["file-0123456789abcdef01234567"], **demo.PRETRAIN["data"]}
     text = FileFacts(id=data["train"][0], bytes=9, sha256="", storage_key="", format="text", examples=1, characters=9)
     run = resolve(
@@ -45,7 +32,7 @@ def test_its_pretrain_becomes_two_ranks_with_sequence_parallelism_and_selective_
     assert run.recompute.mode == "selective"
 
 
-def test_its_fine_tune_is_a_valid_job_on_conversations_that_are_all_good(demo: ModuleType):
+def test_its_fine_tune_is_a_valid_job_on_conversations_that_are_all_good():
     data = {"train": ["file-0123456789abcdef01234567"], **demo.FINETUNE["data"]}
     JobSpec.model_validate({**demo.FINETUNE, "model": {"base": "a"}, "data": data})
     report = validate(read_chunks(ROOT / "examples" / "chat.jsonl"))
@@ -57,7 +44,7 @@ def test_the_questions_beside_it_are_all_good():
     assert (report.format, report.examples, report.errors, report.warnings) == ("choice", 12, (), ())
 
 
-def test_two_tokens_as_frequent_as_each_other_need_ln_2_nats(demo: ModuleType, tmp_path: Path):
+def test_two_tokens_as_frequent_as_each_other_need_ln_2_nats(tmp_path: Path):
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
