@@ -11,6 +11,7 @@ from api.schemas import JobErrorOut, ListOut, Out, ProgressOut, QueueOut, whole
 from core import openai_jobs
 from core.models import Checkpoint, CheckpointPermission, Job, JobEvent
 from core.openai_jobs import Status
+from core.projects import ORGANIZATION
 from core.states import JobState
 
 
@@ -48,7 +49,7 @@ class MethodOut(Out):
 
 
 class FineTuningJobOut(Out):
-    """OpenAI's fine-tuning job object; `state` and what follows it are ours."""
+    """OpenAI's fine-tuning job object; `project_id` and what follows it are ours."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -61,7 +62,6 @@ class FineTuningJobOut(Out):
     fine_tuned_model: str | None
     """Name of the result, once it has succeeded."""
     organization_id: str
-    """The project."""
     status: Status
     """One of OpenAI's six; `state` is finer."""
     training_file: str
@@ -79,6 +79,7 @@ class FineTuningJobOut(Out):
     error: JobErrorOut | None
     """Why it failed, and null otherwise."""
 
+    project_id: str
     state: JobState
     suffix: str | None
     training_files: list[str]
@@ -101,7 +102,7 @@ class FineTuningJobOut(Out):
             estimated_finish=openai_jobs.estimated_finish(job, now=now),
             model=job.base_model or "",
             fine_tuned_model=job.result_model if succeeded else None,
-            organization_id=job.project_id,
+            organization_id=ORGANIZATION,
             status=openai_jobs.STATUSES[job.state],
             training_file=files[0],
             validation_file=openai_jobs.validation_file(job),
@@ -113,6 +114,7 @@ class FineTuningJobOut(Out):
             integrations=job.spec.get("integrations", []),
             metadata=job.labels or None,
             error=JobErrorOut.model_validate(failure) if failure else None,
+            project_id=job.project_id,
             state=job.state,
             suffix=job.name,
             training_files=files,

@@ -397,7 +397,7 @@ def test_another_project_uses_a_checkpoint_for_as_long_as_it_may(live, http, sdk
     permissions = sdk.fine_tuning.checkpoints.permissions
     with live.http(live.key()) as stranger:
         theirs = driving.upload(stranger, CHAT * 12, "chat.jsonl")["id"]
-        project = create(stranger, base, theirs).json()["organization_id"]
+        project = create(stranger, base, theirs).json()["project_id"]
         assert envelope(create(stranger, mark, theirs), 404)["param"] == "model"
         (made,) = permissions.create(mark, project_ids=[project])
         assert [one.id for one in permissions.create(mark, project_ids=[project, project])] == [made.id]
@@ -424,7 +424,7 @@ def test_permissions_come_in_pages_that_the_client_follows(live, http, sdk, base
     for _ in range(3):
         with live.http(live.key()) as other:
             uploaded = driving.upload(other, CHAT * 12, "chat.jsonl")["id"]
-            projects.append(create(other, base, uploaded).json()["organization_id"])
+            projects.append(create(other, base, uploaded).json()["project_id"])
     permissions = sdk.fine_tuning.checkpoints.permissions
     for project in projects:
         permissions.create(mark, project_ids=[project])

@@ -607,6 +607,8 @@ def test_jobs_are_found_by_state_kind_and_labels(session: Session, owner: Accoun
     assert found(labels={'team"; drop': "x"}) == set()
     assert found(state=S.FAILED) == {blue.id}
     assert found() == {red.id, blue.id}
+    plain = make.job(session, base_model="tiny")
+    assert found(unlabelled=True) == found(from_base=True) == {plain.id}
 
 
 def test_of_many_jobs_those_of_a_project_are_told_apart(session: Session, owner: Account) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from core import artifacts, catalog, checkpoints, events, jobs
+from core import artifacts, catalog, checkpoints, events, files, jobs, result_files
 from core.errors import InvalidMove, NotFound
 from core.keys import Account
 from core.models import Job
 from core.services import Services
 from core.settings import Settings
 from core.states import JobState
+from engine.events import Evaluated
 from tests import make
 from tests.core.test_catalog import CONFIG
 
@@ -260,3 +261,36 @@ def test_a_second_publication_takes_the_place_of_the_first(services: Services, t
         listed = {artifact.storage_key for artifact in artifacts.of_job(session, job.id)}
     assert {key.split("/")[2] for key in listed} == {"2"}
     assert {stored.key for stored in services.storage.list(f"jobs/{job.id}")} == listed
+
+
+def test_a_fine_tune_leaves_one_table_of_its_losses_that_of_its_last_attempt(
+    services: Services, owner: Account, tmp_path: Path
+) -> None:
+    job = running(services, base_model="tiny", kind="finetune")
+    with services.db.session() as session:
+        steps = [make.step(1, loss=2.5, token_accuracy=0.5), make.step(2, loss=1.25)]
+        validation = Evaluated(step=2, loss=3, token_accuracy=0.25, tokens=9)
+        jobs.record(session, job.id, fence=1, events=[*steps, validation])
+    artifacts.publish(services, job, exported(tmp_path / "1"))
+    with services.db.reading() as session:
+        first = files.get(session, owner, result_files.of_jobs(session, [job.id])[job.id])
+    assert (first.purpose, first.filename) == ("fine-tune-results", "step_metrics.csv")
+    table = b"".join(files.content(services.storage, first))
+    assert (len(table), hashlib.sha256(table).hexdigest()) == (first.bytes, first.sha256)
+    assert table.decode().split("\n") == [
+        "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy",
+        "1,2.5,0.5,,", "2,1.25,,3.0,0.25", "",
+    ]  # fmt: skip
+    job = again(services, job)
+    artifacts.publish(services, job, exported(tmp_path / "2"))
+    with services.db.reading() as session:
+        assert result_files.of_jobs(session, [job.id, "job-other"]) == {job.id: first.id}
+        assert files.get(session, owner, first.id).storage_key != first.storage_key
+    assert not services.storage.exists(first.storage_key)
+
+
+def test_a_job_from_scratch_leaves_no_such_table(services: Services, tmp_path: Path) -> None:
+    job = running(services)
+    artifacts.publish(services, job, exported(tmp_path / "1"))
+    with services.db.reading() as session:
+        assert result_files.of_jobs(session, [job.id]) == {}

@@ -1,0 +1,60 @@
+"""A checkpoint that another project may use: for as long as the permission, and the checkpoint, are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core import catalog, sharing
+from core.errors import NotFound
+from core.keys import Account
+from core.models import AuditLog, CheckpointPermission
+from tests import make
+
+
+@pytest.fixture
+def other(session: Session) -> Account:
+    return Account(project_id=make.project(session).id, key_id="key-2", scopes=frozenset({"admin"}))
+
+
+def test_a_permission_opens_one_checkpoint_to_one_project(
+    session: Session, owner: Account, other: Account, tmp_path: Path
+) -> None:
+    job = make.job(session)
+    shared, kept = (make.checkpoint(session, job, step) for step in (1, 2))
+    (permission,) = sharing.grant(session, owner, shared.id, [other.project_id])
+    assert sharing.grant(session, owner, shared.id, [other.project_id]) == [permission]
+    assert catalog.get(session, other, shared.id, models=tmp_path).source == f"checkpoint:{shared.id}"
+    with pytest.raises(NotFound):
+        catalog.get(session, other, kept.id, models=tmp_path)
+    assert list(sharing.page(session, owner, shared.id).data) == [permission]
+    assert not sharing.page(session, owner, kept.id).data
+    sharing.revoke(session, owner, shared.id, permission.id)
+    with pytest.raises(NotFound):
+        catalog.get(session, other, shared.id, models=tmp_path)
+    told = session.scalars(select(AuditLog.action).order_by(AuditLog.created_at, AuditLog.id)).all()
+    assert sorted(told) == ["checkpoint_permission.created", "checkpoint_permission.deleted"]
+
+
+def test_only_the_project_that_made_a_checkpoint_shares_it(session: Session, owner: Account, other: Account) -> None:
+    checkpoint = make.checkpoint(session, make.job(session), 1)
+    (permission,) = sharing.grant(session, owner, checkpoint.id, [other.project_id])
+    for attempt in (
+        lambda: sharing.grant(session, other, checkpoint.id, [owner.project_id]),
+        lambda: sharing.page(session, other, checkpoint.id),
+        lambda: sharing.revoke(session, other, checkpoint.id, permission.id),
+        lambda: sharing.grant(session, owner, checkpoint.id, ["proj-nobody"]),
+    ):
+        with pytest.raises(NotFound):
+            attempt()
+
+
+def test_a_checkpoint_takes_its_permissions_with_it(session: Session, owner: Account, other: Account) -> None:
+    checkpoint = make.checkpoint(session, make.job(session), 1)
+    sharing.grant(session, owner, checkpoint.id, [other.project_id])
+    session.delete(checkpoint)
+    session.flush()
+    assert session.scalars(select(CheckpointPermission)).all() == []
