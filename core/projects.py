@@ -23,7 +23,7 @@ DEFAULT_PROJECT = "proj-default"
 
 def create(session: Session, owner: Account, name: str) -> Project:
     """A new project; for who manages the organisation."""
-    _require_organization(owner)
+    require_organization(owner)
     project = Project(id=new_id("proj"), name=name)
     session.add(project)
     session.flush()
@@ -58,7 +58,7 @@ def active(session: Session, owner: Account, project_id: str) -> Project:
 def rename(session: Session, owner: Account, project_id: str, name: str) -> Project:
     """Give it another name; for who manages the organisation."""
     project = _one(session, owner, project_id, lock="update")
-    _require_organization(owner)
+    require_organization(owner)
     if project.name != name:
         project.name = name
         audit.record(session, owner, "project.updated", project.id, project_id=project.id, name=name)
@@ -69,7 +69,7 @@ def rename(session: Session, owner: Account, project_id: str, name: str) -> Proj
 def archive(session: Session, owner: Account, project_id: str) -> Project:
     """Close a project for good: its keys open nothing from the commit on. Archiving twice changes nothing."""
     project = _one(session, owner, project_id, lock="update")
-    _require_organization(owner)
+    require_organization(owner)
     if project.id == DEFAULT_PROJECT:
         raise InvalidMove("The first project can't be archived: its admin keys manage the organisation.")
     if project.archived_at is None:
@@ -92,7 +92,8 @@ def _one(session: Session, owner: Account, project_id: str, *, lock: str | None 
     return project
 
 
-def _require_organization(owner: Account) -> None:
+def require_organization(owner: Account) -> None:
+    """Raise Forbidden unless the owner manages the organisation."""
     if not owner.manages_organization:
         raise Forbidden(
             f"Only a key of {DEFAULT_PROJECT} with the scope 'admin' may do this: it concerns the organisation."

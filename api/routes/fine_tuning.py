@@ -187,7 +187,7 @@ class PermissionsAsk(BaseModel):
 
 @router.post("/checkpoints/{checkpoint}/permissions", responses=errors(NotFound, Forbidden))
 def grant(checkpoint: Name, ask: PermissionsAsk, owner: AdminDep, session: SessionDep) -> PermissionList:
-    """Let other projects use a checkpoint: to sample from, and to start jobs with."""
+    """Let other projects use a checkpoint: to sample from, and to start jobs with. For admins of the organisation."""
     data = [PermissionOut.of(one) for one in sharing.grant(session, owner, checkpoint, ask.project_ids)]
     return PermissionList(data=data, has_more=False, **ends(data))
 
@@ -202,7 +202,7 @@ def list_permissions(
     order: Annotated[Literal["ascending", "descending"], Query(description="By time.")] = "descending",
     project_id: Annotated[str | None, Query(max_length=64, description="Only that of this project.")] = None,
 ) -> PermissionList:
-    """List which projects may use a checkpoint."""
+    """List which projects may use a checkpoint. For admins of the organisation."""
     page = sharing.page(
         session, owner, checkpoint, after=after, limit=limit, order=ORDERS[order], project_id=project_id
     )
@@ -217,7 +217,7 @@ def revoke(
     owner: AdminDep,
     session: SessionDep,
 ) -> DeletedOut:
-    """Take a permission back. Jobs that were made with it go on."""
+    """Take a permission back; jobs that were made with it go on. For admins of the organisation."""
     sharing.revoke(session, owner, checkpoint, permission_id)
     return DeletedOut(id=permission_id, object="checkpoint.permission")
 

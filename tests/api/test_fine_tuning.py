@@ -389,12 +389,24 @@ def test_a_failure_names_the_field_by_openais_name(live, http, base, file):
     assert levels == {"info", "error"}
 
 
-def test_another_project_uses_a_checkpoint_for_as_long_as_it_may(live, http, sdk, base, file, tmp_path):
+@pytest.fixture
+def permissions(live, organization):
+    """The client's, of an admin of the organisation."""
+    key = organization.headers["authorization"].removeprefix("Bearer ")
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key=key) as client:
+        yield client.fine_tuning.checkpoints.permissions
+
+
+@pytest.fixture
+def mark(live, http, base, file, tmp_path) -> str:
+    """A checkpoint."""
     job = create(http, base, file).json()["id"]
     finish(live, job, tmp_path)
-    mark = http.get(f"/v1/fine_tuning/jobs/{job}/checkpoints").json()["data"][0]["fine_tuned_model_checkpoint"]
+    return http.get(f"/v1/fine_tuning/jobs/{job}/checkpoints").json()["data"][0]["fine_tuned_model_checkpoint"]
+
+
+def test_another_project_uses_a_checkpoint_for_as_long_as_it_may(live, http, permissions, organization, base, mark):
     path = f"/v1/fine_tuning/checkpoints/{mark}/permissions"
-    permissions = sdk.fine_tuning.checkpoints.permissions
     with live.http(live.key()) as stranger:
         theirs = driving.upload(stranger, CHAT * 12, "chat.jsonl")["id"]
         project = create(stranger, base, theirs).json()["project_id"]
@@ -406,26 +418,18 @@ def test_another_project_uses_a_checkpoint_for_as_long_as_it_may(live, http, sdk
         assert [one.id for one in permissions.list(mark, project_id="proj-other")] == []
         assert create(stranger, mark, theirs).status_code == 200
         assert stranger.get(f"/v1/models/{mark}").json()["id"] == mark
-        envelope(stranger.get(path), 404)
-        envelope(stranger.delete(f"{path}/{made.id}"), 404)
+        for client in (stranger, http):
+            envelope(client.get(path), 403)
+            envelope(client.delete(f"{path}/{made.id}"), 403)
+            envelope(client.post(path, json={"project_ids": [project]}), 403)
         assert permissions.delete(made.id, fine_tuned_model_checkpoint=mark).deleted
         envelope(create(stranger, mark, theirs), 404)
-        envelope(http.delete(f"{path}/{made.id}"), 404)
-    assert envelope(http.post(path, json={"project_ids": ["proj-0"]}), 404)["param"] == "project_ids"
-    with live.http(live.key("read", "submit")) as reader:
-        envelope(reader.post(path, json={"project_ids": [project]}), 403)
+        envelope(organization.delete(f"{path}/{made.id}"), 404)
+    assert envelope(organization.post(path, json={"project_ids": ["proj-0"]}), 404)["param"] == "project_ids"
 
 
-def test_permissions_come_in_pages_that_the_client_follows(live, http, sdk, base, file, tmp_path):
-    job = create(http, base, file).json()["id"]
-    finish(live, job, tmp_path)
-    mark = http.get(f"/v1/fine_tuning/jobs/{job}/checkpoints").json()["data"][0]["id"]
-    projects = []
-    for _ in range(3):
-        with live.http(live.key()) as other:
-            uploaded = driving.upload(other, CHAT * 12, "chat.jsonl")["id"]
-            projects.append(create(other, base, uploaded).json()["project_id"])
-    permissions = sdk.fine_tuning.checkpoints.permissions
+def test_permissions_come_in_pages_that_the_client_follows(permissions, organization, mark):
+    projects = [organization.post("/v1/projects", json={"name": "team"}).json()["id"] for _ in range(3)]
     for project in projects:
         permissions.create(mark, project_ids=[project])
     found = [one.project_id for one in permissions.list(mark, limit=2, order="ascending")]

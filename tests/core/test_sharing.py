@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core import catalog, sharing
-from core.errors import NotFound
+from core.errors import Forbidden, NotFound
 from core.keys import Account
 from core.models import AuditLog, CheckpointPermission
 from tests import make
@@ -39,17 +39,22 @@ def test_a_permission_opens_one_checkpoint_to_one_project(
     assert sorted(told) == ["checkpoint_permission.created", "checkpoint_permission.deleted"]
 
 
-def test_only_the_project_that_made_a_checkpoint_shares_it(session: Session, owner: Account, other: Account) -> None:
-    checkpoint = make.checkpoint(session, make.job(session), 1)
-    (permission,) = sharing.grant(session, owner, checkpoint.id, [other.project_id])
+def test_only_who_manages_the_organisation_shares_and_learns_who_shares(
+    session: Session, owner: Account, other: Account
+) -> None:
+    theirs = make.checkpoint(session, make.job(session, project_id=other.project_id), 1)
+    (permission,) = sharing.grant(session, owner, theirs.id, [owner.project_id])
     for attempt in (
-        lambda: sharing.grant(session, other, checkpoint.id, [owner.project_id]),
-        lambda: sharing.page(session, other, checkpoint.id),
-        lambda: sharing.revoke(session, other, checkpoint.id, permission.id),
-        lambda: sharing.grant(session, owner, checkpoint.id, ["proj-nobody"]),
+        lambda: sharing.grant(session, other, theirs.id, [owner.project_id]),
+        lambda: sharing.page(session, other, theirs.id),
+        lambda: sharing.revoke(session, other, theirs.id, permission.id),
     ):
-        with pytest.raises(NotFound):
+        with pytest.raises(Forbidden):
             attempt()
+    with pytest.raises(NotFound):
+        sharing.grant(session, owner, theirs.id, ["proj-nobody"])
+    with pytest.raises(NotFound):
+        sharing.grant(session, owner, "ftckpt-none", [other.project_id])
 
 
 def test_a_checkpoint_takes_its_permissions_with_it(session: Session, owner: Account, other: Account) -> None:
