@@ -179,7 +179,7 @@ class Client:
 
     def file_report(self, file_id: str, **under: Any) -> Json:
         """What validation found; with `base=…`, also what becomes of each example under that model."""
-        return self._json("GET", f"v1/files/{_part(file_id)}/report", params=under, timeout=self._patient)
+        return self._json("GET", f"v1/files/{_part(file_id)}/report", params=_brackets(under), timeout=self._patient)
 
     def preview(self, file_id: str, base: str, **which: Any) -> Json:
         """Some examples in ids and text, as `base` reads them, and what of them is learned."""
@@ -196,6 +196,10 @@ class Client:
         """Queue a job. Trying again is safe: each call carries a key that the server remembers."""
         key = idempotency_key or uuid.uuid4().hex
         return self._json("POST", "v1/jobs", again=True, json=spec, headers={"idempotency-key": key})
+
+    def plan(self, spec: Mapping[str, Any]) -> Json:
+        """What a job would be and need; nothing is queued."""
+        return self._json("POST", "v1/plans", again=True, json=spec)
 
     def job(self, job_id: str) -> Json:
         return self._json("GET", f"v1/jobs/{_part(job_id)}")
@@ -214,16 +218,24 @@ class Client:
     def resume(self, job_id: str) -> Json:
         return self._json("POST", f"v1/jobs/{_part(job_id)}/resume", again=True)
 
+    def retry(self, job_id: str) -> Json:
+        """Queue a job again that failed or was cancelled; it goes on from its newest checkpoint."""
+        return self._json("POST", f"v1/jobs/{_part(job_id)}/retry", again=True)
+
+    def edit(self, job_id: str, **changes: Any) -> Json:
+        """Change `name`, `labels` or `priority`. What isn't said stays; None takes a name or a label away."""
+        return self._json("PATCH", f"v1/jobs/{_part(job_id)}", again=True, json=changes)
+
     def events(self, job_id: str, **query: Any) -> Iterator[Json]:
         """Oldest first, unless `order` is `desc`. Filter: `type`."""
         return self._pages(f"v1/jobs/{_part(job_id)}/events", query)
 
     def metrics(self, job_id: str, **query: Any) -> Json:
         """Numbers over steps, thinned: `names`, `from_step`, `to_step`, `max_points`."""
-        return self._json("GET", f"v1/jobs/{_part(job_id)}/metrics", params=query)
+        return self._json("GET", f"v1/jobs/{_part(job_id)}/metrics", params=_brackets(query))
 
     def logs(self, job_id: str, **query: Any) -> str:
-        return self._send("GET", f"v1/jobs/{_part(job_id)}/logs", again=True, params=query).text
+        return self._send("GET", f"v1/jobs/{_part(job_id)}/logs", again=True, params=_brackets(query)).text
 
     def checkpoints(self, job_id: str, **query: Any) -> Iterator[Json]:
         return self._pages(f"v1/jobs/{_part(job_id)}/checkpoints", query)
@@ -294,6 +306,9 @@ class Client:
 
     def model(self, model_id: str) -> Json:
         return self._json("GET", f"v1/models/{_part(model_id)}")
+
+    def delete_model(self, model_id: str) -> Json:
+        return self._json("DELETE", f"v1/models/{_part(model_id)}")
 
     def register_model(self, model_id: str, source: str | Mapping[str, Any]) -> Json:
         return self._json("POST", "v1/models", json={"id": model_id, "source": source})

@@ -115,16 +115,20 @@ def http_error(error: HTTPException) -> JSONResponse:
 
 def validation_error(found: Sequence[Mapping[str, Any]], body: object) -> JSONResponse:
     """A request that does not fit its types."""
+    return respond(InvalidRequest.status, validation_detail(found, body))
+
+
+def validation_detail(found: Sequence[Mapping[str, Any]], body: object) -> ErrorDetail:
+    """What pydantic found, in words: the finding that tells most, and each where there are several."""
     findings = [_finding(error, body) for error in found]
     first = max(zip(found, findings, strict=True), key=_tells_most)[1]
-    detail = ErrorDetail(
+    return ErrorDetail(
         message=f"{first['param']}: {first['message']}" if first["param"] else first["message"],
         type=InvalidRequest.type,
         param=first["param"],
         code=InvalidRequest.code,
         errors=findings[:MAX_FINDINGS] if len(findings) > 1 else None,
     )
-    return respond(InvalidRequest.status, detail)
 
 
 def _tells_most(pair: tuple[Mapping[str, Any], dict[str, Any]]) -> tuple[int, bool]:

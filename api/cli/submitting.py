@@ -1,36 +1,42 @@
-"""`trainshed submit`: a spec in a file becomes a job."""
+"""Commands that take a spec in a file: `submit` makes it a job, `plan` says what it would need."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from api.cli.answers import show_json
+from api.cli.answers import show_facts, show_json, size
 from api.cli.asking import JsonFlag, client
-from api.cli.outcomes import Exit, fail
+from api.cli.sending import ready
 from api.cli.specs import read_spec
 from api.cli.watching import stay
-from api.client import Client, Json
-
-FILE_ID = re.compile(r"file-[A-Za-z0-9]+")
+from api.client import Json
 
 app = typer.Typer()
+
+SpecFile = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="A JobSpec in YAML or JSON; - reads it from the standard input."),
+]
 
 
 @app.command(rich_help_panel="Jobs")
 def submit(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JobSpec in JSON or YAML.")],
+    file: SpecFile,
     watch: Annotated[bool, typer.Option("--watch", help="Stay and watch it.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Submit a job. Data may be named by a path beside the spec instead of a file id; it is uploaded first."""
+    """Submit a job; prints its id.
+
+    Data may be named by a path beside the spec instead of a file's id. Once the spec is found good it is uploaded,
+    unless it is there already.
+    """
     spec = read_spec(file)
     with client(context) as trainshed:
-        job = trainshed.submit(upload_data(trainshed, spec, file.parent))
+        job = trainshed.submit(ready(trainshed, spec, quiet=as_json))
         if as_json and not watch:
             show_json(job)
         elif not as_json:
@@ -39,26 +45,48 @@ def submit(
             stay(trainshed, job, as_json=as_json)
 
 
-def upload_data(trainshed: Client, spec: Json, folder: Path) -> Json:
-    """The spec with ids where it named files of this machine."""
-    data = spec.get("data")
-    if not isinstance(data, dict):
-        return spec
+@app.command(rich_help_panel="Jobs")
+def plan(context: typer.Context, file: SpecFile, as_json: JsonFlag = False) -> None:
+    """Say what a job would be and need, and queue nothing.
 
-    def id_of(name: object) -> object:
-        if not isinstance(name, str) or FILE_ID.fullmatch(name):
-            return name
-        path = folder / name
-        if not path.is_file():
-            fail(f"{name!r} is neither a file id nor a file in {folder.absolute()}.", Exit.USAGE)
-        typer.echo(f"uploading {path} … ", nl=False, err=True)
-        uploaded = trainshed.upload(path)["id"]
-        typer.echo(uploaded, err=True)
-        return uploaded
+    Data named by a path is uploaded to be counted; `submit` then finds it there.
+    """
+    spec = read_spec(file)
+    with client(context) as trainshed:
+        planned = trainshed.plan(ready(trainshed, spec, quiet=as_json))
+    if as_json:
+        show_json(planned)
+    else:
+        show_facts(facts(planned))
 
-    train = data.get("train")
-    changed: Json = {"train": [id_of(name) for name in train]} if isinstance(train, list) else {}
-    for name in ("validation", "evaluation"):
-        if isinstance(data.get(name), str):
-            changed[name] = id_of(data[name])
-    return spec | {"data": data | changed}
+
+def facts(plan: Json) -> dict[str, object]:
+    """The lines that a person reads of a plan."""
+    layout, disk, queue = plan["layout"], plan["disk"], plan["queue"]
+    memory = plan["bytes_per_rank"]
+    axes = [f"{name} {ranks}" for name, ranks in layout["parallel"].items() if _is_an_axis(ranks)]
+    parts = sorted(((name, held) for name, held in memory.items() if name != "total"), key=lambda part: -part[1])
+    return {
+        "kind": f"{plan['kind']}, {plan['trainable_parameters']:,} of {plan['parameters']:,} parameters trained",
+        "data": "; ".join(map(_data, plan["data"])),
+        "steps": f"{plan['estimated_steps']:,} of {layout['global_batch']:,} rows of {layout['seq_len']:,} tokens",
+        "layout": f"{plan['slots']} {'slot' if plan['slots'] == 1 else 'slots'} ({layout['device']}, "
+        f"{layout['precision']})" + (f": {', '.join(axes)}" if axes else ""),
+        "passes": f"{layout['micro_batches']:,} of {layout['micro_batch']:,} rows a step",
+        "recomputed": ", ".join(layout["recomputed"]),
+        "memory": f"{size(memory['total'])} a rank: " + ", ".join(f"{name} {size(held)}" for name, held in parts),
+        "compute": f"{plan['flops_per_step']:.3g} FLOPs a step",
+        "disk": f"{size(disk['total_bytes'])}: a checkpoint {size(disk['checkpoint_bytes'])}, "
+        f"the result {size(disk['result_bytes'])}",
+        "starts": queue["reason"] or "at once",
+    }
+
+
+def _is_an_axis(ranks: object) -> bool:
+    return isinstance(ranks, int) and not isinstance(ranks, bool) and ranks > 1
+
+
+def _data(file: Json) -> str:
+    report = file["report"]
+    found = [f"{report[name]:,} {name}" for name in ("examples", "tokens") if report.get(name)]
+    return f"{file['use']} {file['filename']} ({', '.join([*found, size(file['bytes'])])})"
