@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import typer
-
-from api.cli.screen import Picture
+from api.cli.answers import show_facts
+from api.cli.picture import Picture
 from api.client import Json
 
 
 def describe(job: Json) -> None:
     progress, queue, error = job["progress"], job["queue"], job["error"] or {}
-    lines = {
-        "job": f"{job['id']} ({job['kind']}) {job['name'] or ''}".rstrip(),
-        "state": job["state"],
-        "waits": queue["reason"],
-        "progress": Picture(job).line if progress["step"] else None,
-        "model": job["model"],
-        "error": error.get("message"),
-        "hint": error.get("hint"),
-    }
-    for name, value in lines.items():
-        if value:
-            typer.echo(f"{name:9} {value}")
+    show_facts(
+        {
+            "job": f"{job['id']} ({job['kind']}) {job['name'] or ''}".rstrip(),
+            "labels": ", ".join(f"{name}={value}" for name, value in job["labels"].items()),
+            "priority": job["priority"] or None,
+            "state": job["state"],
+            "waits": queue["reason"],
+            "progress": Picture(job).line if progress["step"] else None,
+            "model": job["model"],
+            "error": error.get("message"),
+            "hint": error.get("hint"),
+        }
+    )

@@ -1,145 +1,137 @@
-"""A job on the screen of whoever watches it: a live bar with a loss curve, or lines where nothing can move."""
+"""A job on the screen of whoever watches it: live bar and curves in a terminal, or lines where nothing can move."""
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Iterable
-from datetime import timedelta
-from itertools import pairwise
-from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from api.cli.curves import draw
+from api.cli.picture import Picture
 from api.client import Event, Json
 
-CURVE_WIDTH = 60
-BARS = "▁▂▃▄▅▆▇█"
 LINES_PER_RUN = 20
 """Steps that plain output tells of, over a whole run."""
+TALLEST_CURVE = 14
+OTHER_LINES = 9
+"""Of the live picture, beside the curve."""
+AWAY_SECONDS = 12.0
+"""A failed attempt to reach the server is news for so long; the next would have come by then."""
 
 
-class Picture:
-    """What is known of a job so far; events go in, words and a curve come out."""
+class Outage:
+    """Whether the server is away, as the client tells it; what it hears is put in words once for each time away."""
 
-    def __init__(self, job: Json) -> None:
-        self.name = job["name"] or job["id"]
-        self.state: str = job["state"]
-        self.note: str = (job.get("queue") or {}).get("reason") or ""
-        self.step: int = job["progress"]["step"]
-        self.total: int | None = job["progress"]["total_steps"]
-        self.loss: float | None = job["progress"]["loss"]
-        self.tokens_per_second: float | None = job["progress"]["tokens_per_second"]
-        self.accuracy: float | None = job["progress"].get("choice_accuracy")
-        """Share of the multiple-choice questions that were answered right, when they were last asked."""
-        self.step_seconds: float | None = None
-        self.mfu: float | None = None
-        self.compute: float | None = None
-        """The share of the last step's time that was not spent waiting or beside training."""
-        self.losses: deque[float] = deque(maxlen=100_000)
+    def __init__(self, console: Console | None) -> None:
+        self.console = console
+        """Where the words go; None says nothing, for whoever shows `words`."""
+        self.since: float | None = None
+        self.said = ""
 
-    def take(self, event: Event) -> None:
-        data: dict[str, Any] = event.data.get("data", {})
-        match event.data.get("type"):
-            case "state":
-                self.state, self.note = data["state"], event.data["message"]
-            case "started":
-                self.total = data["total_steps"]
-            case "step":
-                self.step, self.loss, self.tokens_per_second = data["step"], data["loss"], data["tokens_per_second"]
-                usual = self.step_seconds or data["step_seconds"]
-                self.step_seconds = usual + 0.1 * (data["step_seconds"] - usual)
-                self.losses.append(data["loss"])
-                self.mfu, computing = data.get("mfu"), data.get("compute_seconds")
-                self.compute = None if computing is None else computing / data["step_seconds"]
-            case "choices":
-                self.accuracy, self.note = data["accuracy"], event.data["message"]
-            case "progress" | "evaluated" | "outliers" | "samples" | "checkpoint" | "log":
-                self.note = event.data["message"]
-            case "finished" | "stopped" | "failed":
-                self.note = event.data["message"]
+    def hear(self, error: Exception, seconds: float) -> None:
+        self.said = f"The server is away ({error}); trying again for {seconds:.0f} s."
+        if self.since is None and self.console:
+            self.console.print(self.said, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        self.since = time.monotonic()
+
+    def over(self) -> None:
+        if self.since is not None and self.console:
+            self.console.print("It is back; nothing was missed.", style="yellow", highlight=False)
+        self.since = None
 
     @property
-    def eta(self) -> timedelta | None:
-        """None before the first step was seen."""
-        if not (self.total and self.step_seconds):
-            return None
-        return timedelta(seconds=round(self.step_seconds * max(0, self.total - self.step)))
-
-    @property
-    def line(self) -> str:
-        """Step, loss, accuracy, tokens per second, MFU, share of compute, ETA; what isn't known is left out."""
-        parts = [f"step {self.step}/{self.total}" if self.total else f"step {self.step}"]
-        if self.loss is not None:
-            parts.append(f"loss {self.loss:.4f}")
-        if self.accuracy is not None:
-            parts.append(f"accuracy {self.accuracy:.1%}")
-        if self.tokens_per_second:
-            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
-        if self.mfu is not None:
-            parts.append(f"MFU {self.mfu:.1%}")
-        if self.compute is not None:
-            parts.append(f"compute {self.compute:.0%}")
-        if self.eta is not None:
-            parts.append(f"ETA {self.eta}")
-        return "  ".join(parts)
-
-    @property
-    def curve(self) -> str:
-        return curve(list(self.losses), CURVE_WIDTH)
+    def words(self) -> str:
+        away = self.since is not None and time.monotonic() - self.since < AWAY_SECONDS
+        return self.said if away else ""
 
 
-def curve(values: list[float], width: int) -> str:
-    """`values` as a row of bars, each the mean of its share, from the least to the greatest of them."""
-    if not values:
-        return ""
-    width = min(width, len(values))
-    edges = [len(values) * i // width for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((mean - low) * scale)] for mean in means)
-
-
-def watch(job: Json, events: Iterable[Event], console: Console) -> Json:
+def watch(picture: Picture, events: Iterable[Event], console: Console, outage: Outage) -> Json:
     """Show the job until it ends; returns it as it ended."""
-    picture = Picture(job)
-    return (_live if console.is_terminal else _plain)(picture, events, console)
+    return (_live if moves(console) else _plain)(picture, events, console, outage)
 
 
-def _live(picture: Picture, events: Iterable[Event], console: Console) -> Json:
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[line]}"),
-        console=console,
-    )  # fmt: skip
-    task = bar.add_task(picture.name, total=picture.total, line=picture.line)
-    curve_, note = Text(style="cyan"), Text(style="dim")
-    with Live(Group(bar, curve_, note), console=console, refresh_per_second=8):
+def moves(console: Console) -> bool:
+    """Whether what was written can be written over."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def _live(picture: Picture, events: Iterable[Event], console: Console, outage: Outage) -> Json:
+    shown = lambda: rendered(picture, console, away=outage.words)  # noqa: E731
+    with Live(get_renderable=shown, console=console, refresh_per_second=4, vertical_overflow="crop"):
         for event in events:
+            outage.over()
+            picture.take(event)
             if event.name == "done":
                 return _job(event)
             if event.name == "warning":
-                console.print(event.data["message"], style="yellow", markup=False)
-            picture.take(event)
-            bar.update(task, completed=picture.step, total=picture.total, line=picture.line)
-            curve_.plain = f"loss {picture.curve}" if picture.losses else ""
-            note.plain = picture.state if picture.note == picture.state else f"{picture.state}  {picture.note}"
+                console.print(event.data["message"], style="yellow", markup=False, highlight=False)
     raise AssertionError("a stream ends with `done`")
 
 
-def _plain(picture: Picture, events: Iterable[Event], console: Console) -> Json:
+def rendered(picture: Picture, console: Console, *, away: str = "") -> RenderableType:
+    """The whole picture, in as many columns and lines as there are."""
+    title = Text(f"{picture.name}  {picture.state}", style="bold")
+    lines: list[RenderableType] = [_short(title)]
+    phase = picture.phase
+    if phase is not None:
+        lines += [_bar(phase.done, phase.total), _short(Text(str(phase)))]
+    if picture.step or phase is None:
+        lines += [_bar(picture.step, picture.total), _short(Text(picture.line))]
+    for line in (picture.validation_line, *picture.reward_lines):
+        if line:
+            lines.append(_short(Text(line)))
+    height = min(TALLEST_CURVE, console.height - OTHER_LINES)
+    if picture.curves and height > 2:
+        lines.append(draw(picture.curves, width=console.width, height=height, ascii_only=console.options.ascii_only))
+    if away:
+        lines.append(_short(Text(away, style="yellow")))
+    elif phase is None and picture.note != picture.state:
+        lines.append(_short(Text(picture.note, style="dim")))
+    return Group(*lines)
+
+
+def _bar(done: int, total: int | None) -> RenderableType:
+    # A bar by itself does not end its line.
+    return Padding(ProgressBar(total=max(1, total or 1), completed=done), 0)
+
+
+def _short(text: Text) -> Text:
+    """In one line, whatever the width."""
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def _plain(picture: Picture, events: Iterable[Event], console: Console, outage: Outage) -> Json:
+    told: tuple[str, int] | None = None
     for event in events:
+        outage.over()
         if event.name == "done":
             return _job(event)
         picture.take(event)
-        if event.data.get("type") == "step":
-            if picture.step == picture.total or not picture.step % max(1, (picture.total or 1) // LINES_PER_RUN):
-                console.out(picture.line, highlight=False)
-        elif event.name != "metrics" or event.data.get("type") == "choices":
-            console.out(f"{event.name}: {event.data['message']}", highlight=False)
+        match event.data.get("type"):
+            case "step":
+                if picture.step == picture.total or not picture.step % max(1, (picture.total or 1) // LINES_PER_RUN):
+                    _say(console, "  ".join([picture.line, *picture.reward_lines[:1]]))
+            case "evaluated":
+                _say(console, "  ".join([f"step {event.data['data']['step']}", picture.validation_line]))
+            case "progress" if picture.phase is not None:
+                # A phase tells of itself often; its quarters are enough.
+                quarter = picture.phase.name, 4 * picture.phase.done // max(1, picture.phase.total)
+                if quarter != told:
+                    _say(console, str(picture.phase))
+                told = quarter
+            case _:
+                _say(console, f"{event.name}: {event.data['message']}")
     raise AssertionError("a stream ends with `done`")
+
+
+def _say(console: Console, line: str) -> None:
+    console.out(line, highlight=False)
 
 
 def _job(event: Event) -> Json:
