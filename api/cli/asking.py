@@ -22,6 +22,8 @@ class Asking:
     key: str | None
     patience: float
     as_json: bool = False
+    away: bool = False
+    """Word was given that no server answers."""
 
     def client(self) -> Client:
         """A client for one command."""
@@ -29,7 +31,13 @@ class Asking:
             fail(f"{self.url!r} is no URL of a server: it must begin with http:// or https://.", Exit.USAGE)
         if not self.key:
             fail("No key: set TRAINSHED_API_KEY, or give --key. `trainshed serve` shows the first one.", Exit.USAGE)
-        return Client(self.url, self.key, patience=self.patience)
+        return Client(self.url, self.key, patience=self.patience, waiting=self.tell)
+
+    def tell(self, error: Exception, seconds: float) -> None:
+        """Why nothing happens: once, for it is tried often."""
+        if not (self.away or self.as_json):
+            typer.echo(f"{error}; trying again for {seconds:.0f} s.", err=True)
+        self.away = True
 
 
 def options(
@@ -61,4 +69,3 @@ def _note(context: typer.Context, as_json: bool) -> bool:
 JsonFlag = Annotated[
     bool, typer.Option("--json", callback=_note, help="Print what the server answers, errors too, as JSON.")
 ]
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job.")]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import typer
 
-from api.cli import asking, chat, files, jobs, keys, models, nodes, results, service, submitting, watching
+from api.cli import asking, chat, completion, files, jobs, keys, models, nodes, results, service, submitting, watching
 from api.cli.outcomes import EPILOG, Command
 
 app = typer.Typer(
-    cls=Command, no_args_is_help=True, epilog=EPILOG, help="Training as a service.", pretty_exceptions_enable=False
+    cls=Command,
+    no_args_is_help=True,
+    epilog=EPILOG,
+    help="Training as a service.",
+    pretty_exceptions_enable=False,
+    add_completion=False,
 )
 app.callback()(asking.options)
-for part in (submitting, jobs, watching, results, chat, service, nodes):
+for part in (submitting, jobs, watching, results, chat, service, nodes, completion):
     app.add_typer(part.app)
 for name, part in {"files": files, "models": models, "keys": keys}.items():
     app.add_typer(part.app, name=name, rich_help_panel="Files, models, keys")

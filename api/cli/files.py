@@ -6,11 +6,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from api.cli.answers import show_json, show_table
+from api.cli.answers import moment, show_facts, show_json, show_table, size
 from api.cli.asking import JsonFlag, client
+from api.cli.naming import Base, BaseNeeded, FileId
+from api.cli.transfers import Transfers
+from api.client import Json
 
 app = typer.Typer(help="Training files.", no_args_is_help=True)
+
+SeqLen = Annotated[int | None, typer.Option(min=2, help="Tokens in a row. Default: as a job's.")]
+Overlong = Annotated[str, typer.Option(help="What a job would do with a longer example: error, drop or truncate.")]
+Template = Annotated[str, typer.Option(help="The chat template: base, chatml or plain.")]
+MOST_LINES = 20
+"""Line numbers that a person reads of one kind of finding."""
 
 
 @app.command("upload")
@@ -22,11 +33,12 @@ def upload_file(
     purpose: Annotated[str, typer.Option(help="fine-tune or pretrain for data, tokenizer for a tokenizer.json.")] = (
         "fine-tune"
     ),
+    again: Annotated[bool, typer.Option("--again", help="Also if it is there already.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Upload a file; prints its id."""
-    with client(context) as trainshed:
-        uploaded = trainshed.upload(file, purpose=purpose)
+    """Upload a file, unless it is there already with that name, content and purpose; prints its id."""
+    with client(context) as trainshed, Transfers(quiet=as_json) as transfers:
+        uploaded = trainshed.upload(file, purpose=purpose, reuse=not again, report=transfers.report)
     if as_json:
         show_json(uploaded)
     else:
@@ -45,33 +57,76 @@ def list_files(context: typer.Context, as_json: JsonFlag = False) -> None:
         show_table(rows, columns, none="No files yet; `trainshed files upload` sends one.")
 
 
+@app.command("show")
+def show_file(context: typer.Context, file: FileId, as_json: JsonFlag = False) -> None:
+    """Show a file's description."""
+    with client(context) as trainshed:
+        found = trainshed.file(file)
+    if as_json:
+        show_json(found)
+    else:
+        show_facts(
+            {
+                "file": f"{found['id']} {found['filename']}",
+                "purpose": found["purpose"],
+                "size": f"{size(found['bytes'])} ({found['bytes']:,} bytes)",
+                "sha256": found["sha256"],
+                "uploaded": moment(found["created_at"]),
+            }
+        )
+
+
 @app.command("report")
 def report_file(
     context: typer.Context,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Id of the file.")],
-    base: Annotated[str | None, typer.Option(help="Also say what becomes of each example under this model.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
-    overlong: Annotated[str, typer.Option(help="error, drop or truncate.")] = "error",
+    file: FileId,
+    base: Base = None,
+    seq_len: SeqLen = None,
+    overlong: Overlong = "error",
     packing: Annotated[bool, typer.Option(help="Whether rows hold several examples.")] = True,
-    template: Annotated[str, typer.Option(help="base, chatml or plain.")] = "base",
+    template: Template = "base",
+    as_json: JsonFlag = False,
 ) -> None:
-    """Print what validation found in a file."""
+    """Say what validation found in a file, and with --base what a job that starts there would make of it."""
     how = {"base": base, "seq_len": seq_len, "overlong": overlong, "packing": packing, "template": template}
     under = how if base else {}
     with client(context) as trainshed:
-        show_json(trainshed.file_report(file, **{name: value for name, value in under.items() if value is not None}))
+        report = trainshed.file_report(file, **{name: value for name, value in under.items() if value is not None})
+    if as_json:
+        show_json(report)
+    else:
+        show_facts({name.replace("_", " "): told(value) for name, value in report.items()})
+
+
+def told(value: object) -> str:
+    """A finding as a person reads it: numbers with their thousands, long lists cut."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.4g}"
+        case dict():
+            return ", ".join(f"{name} {told(inner)}" for name, inner in value.items() if inner is not None)
+        case list():
+            more = f", … ({len(value):,} in all)" if len(value) > MOST_LINES else ""
+            return ", ".join(map(told, value[:MOST_LINES])) + more
+        case None:
+            return ""
+    return str(value)
 
 
 @app.command("preview")
 def preview_file(
     context: typer.Context,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Id of the file.")],
-    base: Annotated[str, typer.Option(help="The model whose tokenizer and template render it.")],
-    line: Annotated[int, typer.Option(help="Show examples from this line on.")] = 1,
-    limit: Annotated[int, typer.Option(help="Examples to show.")] = 3,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
-    overlong: Annotated[str, typer.Option(help="error, drop or truncate.")] = "error",
-    template: Annotated[str, typer.Option(help="base, chatml or plain.")] = "base",
+    file: FileId,
+    base: BaseNeeded,
+    line: Annotated[int, typer.Option(min=1, help="Show examples from this line on.")] = 1,
+    limit: Annotated[int, typer.Option(min=1, max=20, help="Examples to show.")] = 3,
+    seq_len: SeqLen = None,
+    overlong: Overlong = "error",
+    template: Template = "base",
     as_json: JsonFlag = False,
 ) -> None:
     """Show examples as a model sees them, what is learned in colour and between brackets."""
@@ -82,23 +137,27 @@ def preview_file(
     if as_json:
         show_json(seen)
         return
+    console = Console()
     for example in seen["data"]:
         for shown in example["choices"] or filter(None, (example, example["rejected"])):
-            said = f": {shown['message']}" if shown["message"] else f", {shown['tokens']} tokens"
-            typer.secho(f"line {shown['line']}, {shown['fate']}{said}", bold=True)
-            for span in shown["spans"]:
-                typer.secho(
-                    f"[{span['text']}]" if span["trained"] else span["text"],
-                    nl=False,
-                    fg="green" if span["trained"] else None,
-                )
-            typer.echo()
+            console.print(rendered(shown), soft_wrap=True)
+
+
+def rendered(example: Json) -> Text:
+    """One example of a preview."""
+    said = f": {example['message']}" if example["message"] else f", {example['tokens']} tokens"
+    text = Text.assemble((f"line {example['line']}, {example['fate']}{said}\n", "bold"))
+    for span in example["spans"]:
+        text.append(*((f"[{span['text']}]", "green") if span["trained"] else (span["text"], "")))
+    return text
 
 
 @app.command("delete")
-def delete_file(
-    context: typer.Context, file: Annotated[str, typer.Argument(metavar="FILE", help="Id of the file.")]
-) -> None:
-    """Delete a file."""
+def delete_file(context: typer.Context, file: FileId, as_json: JsonFlag = False) -> None:
+    """Delete a file. One that a job still needs stays."""
     with client(context) as trainshed:
-        typer.echo(f"{trainshed.delete_file(file)['id']} deleted")
+        deleted = trainshed.delete_file(file)
+    if as_json:
+        show_json(deleted)
+    else:
+        typer.echo(f"{deleted['id']} deleted")

@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from api.cli.answers import show_json, show_table
-from api.cli.asking import JobId, JsonFlag, client
+from api.cli.asking import JsonFlag, client
 from api.cli.describing import describe
+from api.cli.naming import JobId
+from api.cli.outcomes import Exit, fail
 from api.client import Json
 
 app = typer.Typer()
@@ -26,9 +28,8 @@ def list_jobs(
     as_json: JsonFlag = False,
 ) -> None:
     """List jobs, newest first."""
-    labels = dict(one.partition("=")[::2] for one in label or [])
     with client(context) as trainshed:
-        pages = trainshed.jobs(state=state, kind=kind, label=labels, limit=min(limit, 100))
+        pages = trainshed.jobs(state=state, kind=kind, label=labels(label or []), limit=min(limit, 100))
         rows = [job for job, _ in zip(pages, range(limit), strict=False)]
     if as_json:
         show_json(rows)
@@ -69,6 +70,48 @@ def resume(context: typer.Context, job: JobId, as_json: JsonFlag = False) -> Non
     """Queue a paused job again."""
     with client(context) as trainshed:
         tell_state(trainshed.resume(job), as_json=as_json)
+
+
+@app.command(rich_help_panel="Jobs")
+def retry(context: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
+    """Queue a job again that failed or was cancelled; it goes on from its newest checkpoint."""
+    with client(context) as trainshed:
+        tell_state(trainshed.retry(job), as_json=as_json)
+
+
+@app.command(rich_help_panel="Jobs")
+def edit(
+    context: typer.Context,
+    job: JobId,
+    name: Annotated[str | None, typer.Option(help="Its name; an empty one takes it away.")] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(help="Set a label, name=value; `name=` takes it away. May be repeated.")
+    ] = None,
+    priority: Annotated[int | None, typer.Option(help="Higher goes first.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Change a job's name, labels or priority; what isn't said stays."""
+    changes: Json = {} if priority is None else {"priority": priority}
+    if name is not None:
+        changes["name"] = name or None
+    if label:
+        changes["labels"] = {said: value or None for said, value in labels(label).items()}
+    if not changes:
+        fail("Say what to change: --name, --label or --priority.", Exit.USAGE)
+    with client(context) as trainshed:
+        changed = trainshed.edit(job, **changes)
+    if as_json:
+        show_json(changed)
+    else:
+        describe(changed)
+
+
+def labels(said: list[str]) -> dict[str, str]:
+    """`team=a` as a name and a value."""
+    for one in said:
+        if "=" not in one:
+            fail(f"A label is name=value, which {one!r} is not.", Exit.USAGE)
+    return dict(one.partition("=")[::2] for one in said)
 
 
 def tell_state(job: Json, *, as_json: bool) -> None:

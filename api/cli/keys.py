@@ -45,7 +45,12 @@ def list_keys(context: typer.Context, as_json: JsonFlag = False) -> None:
 def revoke_key(
     context: typer.Context,
     key: Annotated[str, typer.Argument(metavar="KEY_ID", help="key-…, as `keys list` shows it.")],
+    as_json: JsonFlag = False,
 ) -> None:
     """End a key at once."""
     with client(context) as trainshed:
-        typer.echo(f"{trainshed.revoke_key(key)['id']} revoked")
+        revoked = trainshed.revoke_key(key)
+    if as_json:
+        show_json(revoked)
+    else:
+        typer.echo(f"{revoked['id']} revoked")

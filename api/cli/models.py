@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from api.cli.answers import show_json, show_table
+from api.cli.answers import moment, show_facts, show_json, show_table
 from api.cli.asking import JsonFlag, client
+from api.cli.naming import ModelName
 
 app = typer.Typer(help="Models.", no_args_is_help=True)
 
@@ -39,3 +40,35 @@ def register_model(
         show_json(made)
     else:
         typer.echo(made["id"])
+
+
+@app.command("show")
+def show_model(context: typer.Context, model: ModelName, as_json: JsonFlag = False) -> None:
+    """Show a model."""
+    with client(context) as trainshed:
+        found = trainshed.model(model)
+    if as_json:
+        show_json(found)
+        return
+    shape = found["shape"]
+    sizes = ("architecture", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size", "max_seq_len")
+    show_facts(
+        {
+            "model": found["id"],
+            "owner": found["owned_by"],
+            "made": moment(found["created"]),
+            "by": found["job_id"],
+            "shape": ", ".join(f"{name} {shape[name]}" for name in sizes if shape.get(name) is not None),
+        }
+    )
+
+
+@app.command("delete")
+def delete_model(context: typer.Context, model: ModelName, as_json: JsonFlag = False) -> None:
+    """Let go of a model's name; one that a job still needs stays."""
+    with client(context) as trainshed:
+        deleted = trainshed.delete_model(model)
+    if as_json:
+        show_json(deleted)
+    else:
+        typer.echo(f"{deleted['id']} deleted")

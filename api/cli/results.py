@@ -1,33 +1,143 @@
-"""Commands for what a job leaves behind: logs, and the files of its result."""
+"""Commands for what a job leaves behind: logs, events, metrics, checkpoints, and the files of its result."""
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from api.cli.answers import show_json
-from api.cli.asking import JobId, JsonFlag, client
+from api.cli.answers import show_json, show_table
+from api.cli.asking import JsonFlag, client
+from api.cli.curves import Curve, draw
+from api.cli.naming import JobId
+from api.cli.outcomes import Exit, fail
+from api.cli.transfers import Transfers
+from api.client import Json
 
 app = typer.Typer()
+PANEL = "Results"
+CURVE_HEIGHT = 12
+
+FromStep = Annotated[int | None, typer.Option(min=0, help="From this step on.")]
+ToStep = Annotated[int | None, typer.Option(min=0, help="Up to this step.")]
+Names = Annotated[
+    list[str] | None, typer.Option("--name", help="Such as loss, validation_loss or lr; may be repeated.")
+]
 
 
-@app.command(rich_help_panel="Results")
+@app.command(rich_help_panel=PANEL)
 def logs(
     context: typer.Context,
     job: JobId,
-    rank: Annotated[int, typer.Option(help="Whose log.")] = 0,
-    tail: Annotated[int, typer.Option(help="Last so many lines.")] = 200,
+    rank: Annotated[int, typer.Option(min=0, help="Whose log.")] = 0,
+    tail: Annotated[int, typer.Option(min=1, max=10_000, help="Last so many lines.")] = 200,
+    as_json: JsonFlag = False,
 ) -> None:
     """Print what a rank wrote."""
     with client(context) as trainshed:
-        typer.echo(trainshed.logs(job, rank=rank, tail=tail), nl=False)
+        text = trainshed.logs(job, rank=rank, tail=tail)
+    if as_json:
+        show_json({"job": job, "rank": rank, "lines": text.splitlines()})
+    else:
+        typer.echo(text, nl=False)
 
 
-@app.command(rich_help_panel="Results")
+@app.command(rich_help_panel=PANEL)
+def events(
+    context: typer.Context,
+    job: JobId,
+    type: Annotated[
+        list[str] | None, typer.Option(help="Only events of this type, such as state; may be repeated.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest.")] = 50,
+    as_json: JsonFlag = False,
+) -> None:
+    """List what happened to a job, the newest last."""
+    with client(context) as trainshed:
+        found = trainshed.events(job, order="desc", type=type, limit=min(limit, 100))
+        rows = list(islice(found, limit))[::-1]
+    if as_json:
+        show_json(rows)
+    else:
+        columns = {"seq": "seq", "at": "created_at", "type": "type", "level": "level", "message": "message"}
+        show_table(rows, columns, none="No such events." if type else "Nothing has happened yet.")
+
+
+@app.command(rich_help_panel=PANEL)
+def metrics(
+    context: typer.Context,
+    job: JobId,
+    name: Names = None,
+    from_step: FromStep = None,
+    to_step: ToStep = None,
+    points: Annotated[int, typer.Option(min=2, max=10_000, help="At most so many of each.")] = 20,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print a job's numbers over steps, thinned: first, last and extremes stay."""
+    with client(context) as trainshed:
+        found = trainshed.metrics(
+            job, names=name or ["loss", "validation_loss", "lr", "grad_norm", "tokens_per_second"],
+            from_step=from_step, to_step=to_step, max_points=points,
+        )  # fmt: skip
+    if as_json:
+        show_json(found)
+        return
+    there = {name: dict(map(tuple, points)) for name, points in found["series"].items() if points}
+    steps = sorted({step for series in there.values() for step in series})
+    rows: list[Json] = [{"step": step} | {name: series.get(step) for name, series in there.items()} for step in steps]
+    show_table(rows, {name: name for name in ["step", *there]}, none="Nothing of it has been measured yet.")
+
+
+@app.command(rich_help_panel=PANEL)
+def curve(
+    context: typer.Context,
+    job: JobId,
+    name: Names = None,
+    from_step: FromStep = None,
+    to_step: ToStep = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Draw a job's numbers over steps; the loss and that of validations unless --name says others."""
+    console = Console()
+    width = console.width
+    with client(context) as trainshed:
+        found = trainshed.metrics(
+            job, names=name or ["loss", "validation_loss"], from_step=from_step, to_step=to_step,
+            # Two dots in each column, and the extremes beside them.
+            max_points=max(50, 4 * width),
+        )  # fmt: skip
+    if as_json:
+        show_json(found)
+        return
+    curves = [Curve(name, points) for name, points in found["series"].items() if points]
+    if not curves:
+        typer.echo("Nothing of it has been measured yet.", err=True)
+        return
+    console.print(draw(curves, width=width, height=CURVE_HEIGHT, ascii_only=console.options.ascii_only))
+
+
+@app.command(rich_help_panel=PANEL)
+def checkpoints(
+    context: typer.Context,
+    job: JobId,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 20,
+    as_json: JsonFlag = False,
+) -> None:
+    """List a job's checkpoints, newest first; each is a model by its id."""
+    with client(context) as trainshed:
+        rows = list(islice(trainshed.checkpoints(job, limit=min(limit, 100)), limit))
+    if as_json:
+        show_json(rows)
+    else:
+        columns = {"id": "id", "step": "step", "loss": "metrics.loss", "validation": "metrics.validation_loss",
+                   "bytes": "bytes", "made": "created_at"}  # fmt: skip
+        show_table(rows, columns, none="The job has no checkpoints yet.")
+
+
+@app.command(rich_help_panel=PANEL)
 def download(
     context: typer.Context,
     job: JobId,
@@ -36,17 +146,13 @@ def download(
 ) -> None:
     """Download a job's artifacts, each verified. What is here already is kept, what broke off goes on."""
     folder = into or Path(job)
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-                   console=Console(stderr=True), disable=as_json)  # fmt: skip
-    tasks: dict[str, Any] = {}
-
-    def report(path: str, here: int, total: int) -> None:
-        task = tasks.setdefault(path, None) or bar.add_task(path, total=total)
-        tasks[path] = task
-        bar.update(task, completed=here)
-
-    with client(context) as trainshed, bar:
-        paths = trainshed.download(job, folder, report=report)
+    try:
+        with client(context) as trainshed, Transfers(quiet=as_json) as transfers:
+            paths = trainshed.download(job, folder, report=transfers.report)
+    except KeyboardInterrupt:
+        fail(f"What is in {folder} stays; the same command goes on from there.", Exit.INTERRUPTED)
+    except OSError as error:
+        fail(f"{folder} can't be written to: {error}", Exit.USAGE)
     if as_json:
         show_json([str(path) for path in paths])
     else:

@@ -131,6 +131,10 @@ def publish(services: Services, job_id: str, folder: Path, files: Mapping[str, b
     artifacts.publish(services, job, folder)
 
 
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 def finished(services: Services, http: httpx.Client, folder: Path, files: Mapping[str, bytes] = ADAPTER) -> str:
     """A job that has succeeded and left `files`; its id."""
     job_id: str = submit(http)["id"]

@@ -6,6 +6,7 @@ import json
 from datetime import datetime, timedelta
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from api.cli import Exit, app
@@ -93,7 +94,9 @@ def test_a_result_is_downloaded_and_verified(live, http, trainshed, tmp_path):
 def test_files_keys_models_and_nodes(live, trainshed, spec, http):
     file = trainshed("files", "upload", "corpus.txt").strip()
     assert file in trainshed("files", "list")
-    assert json.loads(trainshed("files", "report", file))["format"] == "text"
+    assert json.loads(trainshed("files", "report", file, "--json"))["format"] == "text"
+    assert "format" in trainshed("files", "report", file)
+    assert driving.sha256(driving.TEXT) in trainshed("files", "show", file)
     assert trainshed("files", "delete", file) == f"{file} deleted\n"
     secret = trainshed("keys", "create", "ci", "--scope", "read").strip()
     assert secret.startswith("ts_")
@@ -101,6 +104,8 @@ def test_files_keys_models_and_nodes(live, trainshed, spec, http):
     assert trainshed("keys", "revoke", key) == f"{key} revoked\n"
     assert trainshed("models", "list", "--json").startswith("[")
     assert "no folder" in trainshed("models", "register", "x", "dir:nothing", code=Exit.REFUSED)
+    for command in ("show", "delete"):
+        assert "no model" in trainshed("models", command, "nothing", code=Exit.REFUSED)
     job = driving.submit(http)["id"]
     driving.run(live.services, job)
     assert f"node-{job}" in trainshed("nodes")
@@ -199,16 +204,21 @@ def test_without_a_key_one_is_told_where_to_get_it(trainshed, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        pytest.param("{", "can't be read", id="broken JSON"),
+        pytest.param("{", "job.json:1:2: this is no JSON", id="broken JSON"),
         pytest.param("[]", "one mapping", id="a list"),
-        pytest.param('{"kind": "pretrain", "colour": 1}', "colour: unknown field", id="an unknown field"),
-        pytest.param('{"data": {"train": ["gone.txt"]}}', "neither a file id nor a file", id="data that is not there"),
+        pytest.param(
+            '{"kind": "pretrain",\n"colour": 1}', "job.json:2:1: colour: unknown field", id="an unknown field"
+        ),
+        pytest.param(
+            '{"data": {\n"train": ["gone.txt"]}}',
+            "job.json:2:11: data.train.0: 'gone.txt' is neither a file id nor",
+            id="data that is not there",
+        ),
     ],
 )
 def test_a_spec_that_cannot_be_submitted_says_why(trainshed, tmp_path, content, said):
     (tmp_path / "job.json").write_text(content)
-    code = Exit.REFUSED if "unknown" in said else Exit.USAGE
-    assert said in trainshed("submit", "job.json", code=code)
+    assert said in trainshed("submit", "job.json", code=Exit.USAGE)
 
 
 def test_with_json_an_error_is_json_too_apart_from_the_answer(trainshed):
@@ -218,3 +228,103 @@ def test_with_json_an_error_is_json_too_apart_from_the_answer(trainshed):
     assert said["exit_code"] == 3
     assert (said["error"]["status"], said["error"]["code"]) == (404, "not_found")
     assert said["error"]["request_id"].startswith("req-")
+
+
+def test_nothing_is_sent_before_the_spec_is_judged(trainshed, spec, tmp_path):
+    wrong = [SPEC | {"training": {"lr": 11}}, SPEC | {"kind": "finetune", "model": {"base": "nothing"}}]
+    for number, asked in enumerate(wrong):
+        (tmp_path / f"{number}.json").write_text(json.dumps(asked, indent=1))
+    assert "training.lr" in trainshed("submit", "0.json", code=Exit.USAGE)
+    assert "model.base: There is no model" in trainshed("submit", "1.json", code=Exit.REFUSED)
+    assert json.loads(trainshed("files", "list", "--json")) == []
+    told = CliRunner().invoke(app, ["submit", "0.json", "--json"]).stderr
+    finding = json.loads(told)["error"]["errors"][0]
+    assert finding["param"] == "training.lr"
+    assert finding["place"].startswith("0.json:")
+
+
+def test_data_that_is_there_already_is_not_sent_again(trainshed, spec):
+    first, second = (json.loads(trainshed("submit", spec, "--json")) for _ in range(2))
+    assert first["id"] != second["id"]
+    assert first["spec"]["data"] == second["spec"]["data"]
+    assert len(json.loads(trainshed("files", "list", "--json"))) == 1
+    assert trainshed("files", "upload", "corpus.txt").strip() == first["spec"]["data"]["train"][0]
+    assert trainshed("files", "upload", "corpus.txt", "--again").strip() != first["spec"]["data"]["train"][0]
+
+
+def test_a_spec_comes_through_a_pipe_as_well(trainshed, spec):
+    assert trainshed("submit", "-", input=json.dumps(SPEC)).startswith("job-")
+    assert "<standard input>:1:" in trainshed("submit", "-", input='{"kind": "no"}', code=Exit.USAGE)
+
+
+def test_a_plan_says_what_a_job_would_need_and_makes_none(trainshed, spec):
+    planned = json.loads(trainshed("plan", spec, "--json"))
+    told = trainshed("plan", spec)
+    assert f"4 of {planned['layout']['global_batch']} rows of 32 tokens" in told
+    assert f"of {planned['parameters']:,} parameters" in told
+    assert f"train corpus.txt (1 examples, {len(driving.TEXT) / 1024:.1f} KiB)" in told
+    assert "memory" in told
+    assert trainshed("list", "--json") == "[]\n"
+
+
+def test_a_job_that_failed_is_retried_and_one_that_waits_is_renamed(live, trainshed, spec):
+    job = trainshed("submit", spec).split()[-1]
+    driving.fail(live.services, job, driving.run(live.services, job))
+    assert trainshed("retry", job) == f"{job} queued\n"
+    trainshed("edit", job, "--name", "better", "--label", "team=a", "--label", "user=b", "--priority", "7")
+    changed = json.loads(trainshed("edit", job, "--label", "user=", "--json"))
+    assert (changed["name"], changed["labels"], changed["priority"]) == ("better", {"team": "a"}, 7)
+    assert "team=a" in trainshed("show", job)
+    assert json.loads(trainshed("edit", job, "--name", "", "--json"))["name"] is None
+    for wrong in ([], ["--label", "team"]):
+        trainshed("edit", job, *wrong, code=Exit.USAGE)
+
+
+def test_what_happened_is_listed_measured_and_drawn(live, trainshed, spec):
+    job = trainshed("submit", spec).split()[-1]
+    assert "Nothing of it has been measured" in CliRunner().invoke(app, ["curve", job]).stderr
+    driving.succeed(live.services, job, driving.run(live.services, job))
+    events = json.loads(trainshed("events", job, "--json", "--limit", "3"))
+    assert [event["seq"] for event in events] == [event["seq"] for event in sorted(events, key=lambda one: one["seq"])]
+    assert events[-1]["type"] == "state"
+    assert trainshed("events", job, "--type", "step").count("loss") == 4
+    assert json.loads(trainshed("metrics", job, "--name", "loss", "--json"))["series"]["loss"][0] == [1, 5.0]
+    rows = [line.split() for line in trainshed("metrics", job, "--name", "loss", "--name", "lr").splitlines()]
+    assert rows[:2] == [["step", "loss", "lr"], ["1", "5.0000", "0.0010"]]
+    assert "loss 1.25" in trainshed("curve", job)
+    assert "lr 0.001" in trainshed("curve", job, "--name", "lr")
+    assert json.loads(trainshed("checkpoints", job, "--json")) == []
+
+
+def test_what_comes_through_a_pipe_is_one_message_to_a_model(trainshed, monkeypatch):
+    said = []
+
+    def stream(self, model, messages, **options):
+        said.append([message["content"] for message in messages])
+        yield from ("I ", "see.")
+
+    monkeypatch.setattr("api.client.Client.chat_stream", stream)
+    assert trainshed("chat", "m", input="What\nnow?\n") == "I see.\n"
+    assert said.pop() == ["What\nnow?"]
+    assert "nothing to say" in trainshed("chat", "m", input="", code=Exit.USAGE)
+
+
+def test_every_command_that_asks_a_server_can_answer_in_json():
+    local = {"serve", "worker", "api", "migrate", "openapi", "completion"}
+    without = {path for path, command in commands() if "--json" not in options(command)}
+    assert without == local
+
+
+def commands():
+    """Each command that does something, with the words that lead to it."""
+    root = typer.main.get_command(app)
+    for name, command in root.commands.items():
+        inner = getattr(command, "commands", None)
+        if inner is None:
+            yield name, command
+        else:
+            yield from ((f"{name} {deeper}", each) for deeper, each in inner.items())
+
+
+def options(command) -> set[str]:
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}

@@ -175,7 +175,7 @@ def test_the_command_line_asks_as_the_api_does(http, live, key, monkeypatch):
     file = driving.upload(http, lines(TALK, TALK), "chat.jsonl")["id"]
     how = ["--base", BASE, "--seq-len", "64", "--overlong", "drop", "--template", "plain"]
 
-    report = CliRunner().invoke(app, ["files", "report", file, *how, "--no-packing"])
+    report = CliRunner().invoke(app, ["files", "report", file, *how, "--no-packing", "--json"])
     shown = CliRunner().invoke(app, ["files", "preview", file, *how, "--json"])
 
     told = json.loads(report.stdout)
