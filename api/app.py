@@ -33,7 +33,7 @@ from api.routes import (
     uploads,
 )
 from api.sse import Streams
-from api.surroundings import Surroundings
+from api.surroundings import MULTIPART_BYTES, Limit, Surroundings
 from core import audit, examining
 from core.services import Services
 from core.settings import Settings
@@ -43,8 +43,6 @@ log = structlog.get_logger()
 
 MAX_JSON_BYTES = 4 * 1024 * 1024
 """Largest body other than an upload."""
-MULTIPART_BYTES = 64 * 1024
-"""What the form around an uploaded file may take."""
 UPLOADS: tuple[tuple[re.Pattern[str], Callable[[Settings], int]], ...] = (
     (re.compile(re.escape(files.PATH)), lambda settings: settings.max_file_bytes),
     (re.compile(rf"{uploads.PATH}/[^/]+/parts"), lambda settings: min(PART_BYTES, settings.max_file_bytes)),
@@ -153,14 +151,17 @@ def limited(scope: Scope, receive: Receive) -> Receive:
     sizes = (size(services.settings) for path, size in UPLOADS if path.fullmatch(scope["path"]))
     size = next(sizes, None)
     most = MAX_JSON_BYTES if size is None else size + MULTIPART_BYTES
-    taken = 0
+    around, taken = surroundings.of(scope), 0
+    around.tighten(
+        Limit(most, HTTPException(413, f"The body is larger than the {most} bytes that this server takes here."))
+    )
 
     async def receive_counted() -> Message:
         nonlocal taken
         message = await receive()
         taken += len(message.get("body", b""))
-        if taken > most:
-            raise HTTPException(413, f"The body is larger than the {most} bytes that this server takes here.")
+        if around.limit is not None and taken > around.limit.most_bytes:
+            raise around.limit.refusal
         return message
 
     return receive_counted

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import ceil
 from typing import Annotated, Literal
 
 from fastapi import Depends, Header, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy.orm import Session
 
-from core import keys
-from core.errors import InvalidKey
+from api import surroundings
+from api.surroundings import MULTIPART_BYTES, Limit
+from core import keys, quotas
+from core.errors import InvalidKey, TooManyRequests
 from core.keys import Account
 from core.services import Services
 
@@ -44,10 +47,14 @@ ReadingDep = Annotated[Session, Depends(get_reading, scope="function")]
 """A transaction that only reads, and waits for no writer."""
 
 
-def holding(scope: Scope) -> Callable[..., Account]:
-    """Whose key it is, if it has `scope` and is of the organisation and project that the request may name."""
+def holding(scope: Scope, *, counted: bool = True) -> Callable[..., Account]:
+    """Whose key it is, if it has `scope` and is of the organisation and project that the request may name.
+
+    The request is `counted` against what the key may ask in a minute.
+    """
 
     def account(
+        request: Request,
         services: ServicesDep,
         credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
         organization: Annotated[str | None, Header(alias="openai-organization", include_in_schema=False)] = None,
@@ -57,6 +64,8 @@ def holding(scope: Scope) -> Callable[..., Account]:
             raise InvalidKey("This route needs a key: send `Authorization: Bearer <key>`.")
         with services.db.reading() as session:
             found = keys.authenticate(session, credentials.credentials)
+        if counted:
+            count(request, services, found)
         found.belongs_to(organization=organization, project=project)
         found.require(scope)
         return found
@@ -64,12 +73,44 @@ def holding(scope: Scope) -> Callable[..., Account]:
     return account
 
 
+def count(request: Request, services: Services, account: Account) -> None:
+    """Take one of the key's requests, and let the answer say what is left, in OpenAI's headers."""
+    verdict = services.throttle.take(account.key_id)
+    if verdict is None:
+        return
+    headers = surroundings.of(request.scope).headers
+    headers["x-ratelimit-limit-requests"] = str(verdict.per_minute)
+    headers["x-ratelimit-remaining-requests"] = str(verdict.remaining)
+    headers["x-ratelimit-reset-requests"] = f"{verdict.full_in:.3f}s"
+    if not verdict.allowed:
+        headers["retry-after"] = str(max(1, ceil(verdict.retry_after)))
+        headers["retry-after-ms"] = str(ceil(verdict.retry_after * 1000))
+        raise TooManyRequests(
+            f"This key may ask {verdict.per_minute} times in a minute; ask again in {headers['retry-after']} s."
+        )
+
+
 OwnerDep = Annotated[Account, Depends(holding("read"))]
 """The caller, who may read."""
 SubmitterDep = Annotated[Account, Depends(holding("submit"))]
 """The caller, who may also change things of their project."""
+ListenerDep = Annotated[Account, Depends(holding("read", counted=False))]
+"""The caller, who listens to a stream: one that breaks off comes back as often as it must."""
 AdminDep = Annotated[Account, Depends(holding("admin"))]
 """The caller, who may also manage their project's keys, and with a key of the first project the organisation."""
+
+
+def within_storage(request: Request, owner: SubmitterDep, services: ServicesDep) -> None:
+    """Let the body be refused while it comes in, where it is more than the project may still store."""
+    with services.db.reading() as session:
+        left = quotas.storage_left(session, owner.project_id)
+        if left is not None:
+            most = max(left, 0) + MULTIPART_BYTES
+            surroundings.of(request.scope).tighten(Limit(most, quotas.storage_full(session, owner.project_id)))
+
+
+WithinStorage = Depends(within_storage)
+"""For routes that store their body."""
 
 AfterDep = Annotated[str | None, Query(max_length=64, description="Id of the last item of the page before.")]
 LimitDep = Annotated[int, Query(ge=1, le=100, description="Items in a page.")]

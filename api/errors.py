@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from core import space
 from core.db import AWAY
-from core.errors import DiskFull, DomainError, InvalidFile, InvalidKey, InvalidRequest, Unavailable
+from core.errors import DiskFull, DomainError, InvalidFile, InvalidKey, InvalidRequest, TooManyRequests, Unavailable
 
 log = structlog.get_logger()
 
@@ -32,7 +32,8 @@ class ErrorDetail(BaseModel):
     message: str
     """In words, with what to do about it."""
     type: str
-    """`invalid_request_error`, `authentication_error`, `permission_error` or `server_error`."""
+    """`invalid_request_error`, `authentication_error`, `permission_error`, `rate_limit_error`, `insufficient_quota` or
+    `server_error`."""
     param: str | None = None
     """Path of the field to blame, such as `training.lr`."""
     code: str | None = None
@@ -48,9 +49,9 @@ class ErrorOut(BaseModel):
 
 
 def errors(*kinds: type[DomainError]) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI `responses` for the errors that a route raises. A bad request and a bad key can happen everywhere."""
+    """OpenAPI `responses` for the errors that a route raises. What can happen everywhere is among them."""
     by_status: dict[int, list[str]] = {}
-    everywhere: tuple[type[DomainError], ...] = (InvalidRequest, InvalidKey)
+    everywhere: tuple[type[DomainError], ...] = (InvalidRequest, InvalidKey, TooManyRequests)
     for kind in dict.fromkeys(everywhere + kinds):
         by_status.setdefault(kind.status, []).append(f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}")
     return {

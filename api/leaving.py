@@ -30,16 +30,21 @@ class ClientLeft(Exception):
 class Coming:
     """The lines of an answer to `request`, whose body was read."""
 
-    def __init__(self, lines: AsyncGenerator[Line, None], request: Request) -> None:
+    def __init__(self, lines: AsyncGenerator[Line, None], request: Request, *, key_id: str) -> None:
         self._request = request
+        self._key_id = key_id
         self._streams: Streams = request.app.state.streams
         self._arrived: asyncio.Queue[Line | DomainError] = asyncio.Queue()
         self._is_whole = False
         self._task = self._streams.spawn(self._receive(lines))
 
     async def next(self) -> Line:
-        """The next line. Raises what is wrong with the answer, ClientLeft, and Unavailable where the process ends."""
-        line = await unless(self._arrived.get(), client_leaves(self._request), process_ends(self._streams))
+        """The next line. Raises what is wrong with the answer, and ClientLeft.
+
+        Also Unavailable where the process ends, and InvalidKey where the key that asked for it is closed.
+        """
+        ends = (process_ends(self._streams), self._streams.keyring.closes(self._key_id))
+        line = await unless(self._arrived.get(), client_leaves(self._request), *ends)
         if isinstance(line, DomainError):
             raise line
         return line

@@ -7,12 +7,13 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from core import plans
+from core import plans, quotas
 from core.keys import Account
 from core.models import ApiKey, Artifact, AuditLog, Checkpoint, File, Job, JobEvent, Model, Project, Upload, UploadPart
 from core.nodes import NodeStatus
 from core.plans import Planned
 from core.projects import ORGANIZATION
+from core.quotas import Usage
 from core.states import JobState
 
 
@@ -688,6 +689,26 @@ def _key(key: ApiKey) -> dict[str, Any]:
 # Projects
 
 
+class QuotasOut(Out):
+    """What a project may use; null has no limit."""
+
+    gpu_hours: float | None
+    """Hours of GPUs (or CPU slots) in a calendar month, UTC."""
+    concurrent_jobs: int | None
+    """Jobs that hold GPUs at once."""
+    storage_bytes: int | None
+    """Of files, checkpoints and results."""
+
+
+class ProjectUsageOut(Out):
+    """What a project uses, in the units of its quotas."""
+
+    gpu_hours: float
+    """Held since this month began, those held at this moment among them."""
+    concurrent_jobs: int
+    storage_bytes: int
+
+
 class ProjectOut(Out):
     """A project: files, jobs, models and keys that nobody else sees."""
 
@@ -699,15 +720,19 @@ class ProjectOut(Out):
     status: Literal["active", "archived"]
     created_at: int
     archived_at: int | None
+    quotas: QuotasOut
+    usage: ProjectUsageOut
 
     @classmethod
-    def of(cls, project: Project) -> Self:
+    def of(cls, project: Project, usage: Usage) -> Self:
         return cls(
             id=project.id,
             name=project.name,
             status="active" if project.archived_at is None else "archived",
             created_at=int(project.created_at),
             archived_at=whole(project.archived_at),
+            quotas=QuotasOut(**{name: getattr(project, name) for name in quotas.NAMES}),
+            usage=ProjectUsageOut(**{name: getattr(usage, name) for name in quotas.NAMES}),
         )
 
 

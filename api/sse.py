@@ -20,6 +20,7 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import Message, Send
 
+from api.keyring import Keyring
 from api.schemas import EventOut
 from api.shown import shown
 from core import events
@@ -182,25 +183,28 @@ class Streams:
         self.threads = anyio.CapacityLimiter(8)
         self.closed = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
+        self.keyring = Keyring(services, self.spawn, self._wake_all)
+        self.keyring = Keyring(services, self.spawn, self._wake_all)
 
-    async def listen(self, job_id: str, *, after: int) -> AsyncIterator[bytes]:
-        """Frames of everything after `after`, in order, each once, until the job has ended."""
+    async def listen(self, job_id: str, *, after: int, key_id: str) -> AsyncIterator[bytes]:
+        """Frames of everything after `after`, in order, each once, until the job has ended or the key is closed."""
         reader = self._join(job_id)
         try:
-            yield PING
-            while not self.closed.is_set():
-                changed = reader.changed
-                frames = reader.frames(after)
-                if frames is None:
-                    frames = await self.in_thread(partial(self.replay, job_id, after))
-                if frames:
-                    after = frames[-1].seq
-                    yield b"".join(frame.encoded for frame in frames)
-                elif reader.done and reader.last is not None and after >= reader.last:
-                    yield reader.done
-                    return
-                elif not await _within(HEARTBEAT_SECONDS, changed):
-                    yield PING
+            with self.keyring.holding(key_id) as key_closed:
+                yield PING
+                while not (self.closed.is_set() or key_closed.is_set()):
+                    changed = reader.changed
+                    frames = reader.frames(after)
+                    if frames is None:
+                        frames = await self.in_thread(partial(self.replay, job_id, after))
+                    if frames:
+                        after = frames[-1].seq
+                        yield b"".join(frame.encoded for frame in frames)
+                    elif reader.done and reader.last is not None and after >= reader.last:
+                        yield reader.done
+                        return
+                    elif not await _within(HEARTBEAT_SECONDS, changed):
+                        yield PING
         finally:
             self._leave(reader)
 
@@ -214,6 +218,9 @@ class Streams:
     def close(self) -> None:
         """Send every listener home; they come back to the next process. Call it in the event loop."""
         self.closed.set()
+        self._wake_all()
+
+    def _wake_all(self) -> None:
         for reader in self.readers.values():
             reader.wake()
 

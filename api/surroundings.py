@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
+MULTIPART_BYTES = 64 * 1024
+"""What the form around an uploaded file may take."""
 _NAME = "trainshed.surroundings"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How large a body may be, and what is raised as soon as it is larger."""
+
+    most_bytes: int
+    refusal: Exception
 
 
 @dataclass
@@ -16,6 +26,13 @@ class Surroundings:
     request_id: str
     headers: dict[str, str] = field(default_factory=dict)
     """What the answer gets, whatever it is."""
+    limit: Limit | None = None
+    """Of the body; None before it is known what is asked for."""
+
+    def tighten(self, limit: Limit) -> None:
+        """Refuse a body sooner than it would have been."""
+        if self.limit is None or limit.most_bytes < self.limit.most_bytes:
+            self.limit = limit
 
 
 def put(scope: Scope, surroundings: Surroundings) -> None:

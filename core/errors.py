@@ -97,6 +97,20 @@ class InUse(DomainError):
     headers: ClassVar[dict[str, str]] = {"x-should-retry": "false"}
 
 
+class QuotaExceeded(DomainError):
+    """The project has used what it may."""
+
+    status, code, type = 429, "insufficient_quota", "insufficient_quota"
+    # The openai client tries every 429 again; this one stays until something is freed.
+    headers: ClassVar[dict[str, str]] = {"x-should-retry": "false"}
+
+
+class TooManyRequests(DomainError):
+    """This key asks too often; `retry-after` says in how many seconds it may again."""
+
+    status, code, type = 429, "rate_limit_exceeded", "rate_limit_error"
+
+
 class Unavailable(DomainError):
     """A part of the service that this needs is not there now; trying again later can work."""
 

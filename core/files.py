@@ -14,7 +14,7 @@ from typing import IO, Any
 from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
-from core import audit, inspecting, paging
+from core import audit, inspecting, paging, quotas
 from core.db import Database, after_commit
 from core.errors import FileTooLarge, InUse, InvalidFile, InvalidRequest, NotFound
 from core.keys import Account
@@ -81,10 +81,11 @@ def create(
     max_bytes: int,
     expires_after: int | None = None,
 ) -> File:
-    """Take an upload in. Raises InvalidFile, with all findings, or FileTooLarge, and then keeps nothing.
+    """Take an upload in. Raises InvalidFile, with all findings, FileTooLarge or QuotaExceeded, and then keeps nothing.
 
     It has a transaction of its own, at the end: none is open while bytes come in.
     """
+    chunks = quotas.within_storage(db, owner.project_id, chunks)
     with (
         taken_in(storage, owner, filename=filename, purpose=purpose, chunks=chunks, max_bytes=max_bytes) as file,
         db.session() as session,
@@ -124,7 +125,8 @@ def taken_in(
 
 
 def add(session: Session, owner: Account, file: File, *, expires_after: int | None) -> None:
-    """Give the file its row, and the seconds it may stay, from now on."""
+    """Give the file its row, and the seconds it may stay, from now on. QuotaExceeded where it fits no more."""
+    quotas.take_storage(session, owner.project_id, file.bytes)
     session.add(file)
     audit.record(session, owner, "file.created", file.id, filename=file.filename, bytes=file.bytes)
     session.flush()

@@ -12,13 +12,13 @@ from sqlalchemy import ColumnElement, TableValuedAlias, func, null, select, upda
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from core import audit, catalog, files, hints, history, nodes, paging
+from core import audit, catalog, files, hints, history, nodes, paging, quotas
 from core.db import lock
 from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound
 from core.failures import failure
 from core.files import FileFacts
 from core.keys import Account
-from core.models import Job, JobEvent, Node, Slot, database_now, new_id
+from core.models import Holding, Job, JobEvent, Node, Slot, database_now, new_id
 from core.paging import Page
 from core.resolve import BaseFacts, Resolution, resolve
 from core.settings import Settings
@@ -55,6 +55,7 @@ def create(
     """
     if earlier := _earlier(session, owner, idempotency_key, request_digest, retried=retried):
         return earlier
+    quotas.require_room_for_jobs(session, owner.project_id)
     resolution = resolved(session, owner, spec, settings)
     job = Job(
         id=new_id(prefix),
@@ -293,6 +294,18 @@ def cancel_all(session: Session, owner: Account, project_id: str) -> None:
             audit.record(session, owner, "job.cancelled", job_id, project_id=project_id)
 
 
+def pause_spent(session: Session) -> list[Job]:
+    """Pause, after a checkpoint, what runs in projects whose GPU-hours are used up."""
+    running = select(Job.id).where(Job.project_id.in_(quotas.spent(session)), Job.state.in_({S.STARTING, S.RUNNING}))
+    paused = []
+    for job_id in session.scalars(running.order_by(Job.id)).all():
+        job = _locked(session, job_id)
+        if job.state in {S.STARTING, S.RUNNING}:
+            to = S.PAUSED if _nothing_runs(job) else S.PAUSING
+            paused.append(move(session, job_id, to, message="the project's GPU-hours of this month are used up"))
+    return paused
+
+
 def _nothing_runs(job: Job) -> bool:
     return job.state not in HELD or (job.state is S.STARTING and job.holder is None)
 
@@ -340,6 +353,7 @@ def place(session: Session, job_id: str, node: str, slots: Collection[int], *, c
         .returning(Slot.index)
     ).all()
     assert len(taken) == len(slots), f"slots {sorted(slots)} of {node} are not free"
+    session.add(Holding(project_id=job.project_id, job_id=job_id, slots=len(slots), started_at=database_now()))
     hints.start(session, job_id, node)
     return job
 
@@ -377,6 +391,8 @@ def _move(
     session.add(_state_event(job, message))
     if to not in HELD:
         session.execute(update(Slot).where(Slot.job_id == job_id).values(job_id=None))
+        held = update(Holding).where(Holding.job_id == job_id, Holding.ended_at.is_(None))
+        session.execute(held.values(ended_at=database_now()).execution_options(synchronize_session=False))
         hints.nudge(session)
     session.flush()
     hints.ring(session, job_id)

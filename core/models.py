@@ -91,6 +91,12 @@ class Project(Base):
     created_at: Mapped[float] = mapped_column(default=database_now())
     archived_at: Mapped[float | None]
     """Since when its keys open nothing; None while it lives."""
+    gpu_hours: Mapped[float | None]
+    """Hours of slots in a calendar month (UTC); None has no limit, here and below."""
+    concurrent_jobs: Mapped[int | None]
+    """Jobs that hold slots at once."""
+    storage_bytes: Mapped[int | None]
+    """Of files, uploads, checkpoints and results."""
 
 
 class AuditLog(Base):
@@ -378,3 +384,18 @@ class Slot(Base):
     node: Mapped[str] = mapped_column(ForeignKey("nodes.name", ondelete="CASCADE"), primary_key=True)
     index: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id", ondelete="SET NULL"), index=True)
+
+
+class Holding(Base):
+    """Slots that a job held, from when it was placed until it gave them back: what GPU-hours are counted from."""
+
+    __tablename__ = "holdings"
+    __table_args__ = (Index("holdings_by_project", "project_id", "ended_at"),)
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True, default=lambda: new_id("hold"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id", ondelete="SET NULL"), index=True)
+    slots: Mapped[int]
+    started_at: Mapped[float]
+    ended_at: Mapped[float | None]
+    """None while they are held."""

@@ -41,7 +41,9 @@ def plan(session: Session, owner: Account, spec: JobSpec, *, settings: Settings)
         resolution = jobs.resolved(session, owner, spec, settings)
         used = tuple((USES.get(param, "train"), files.get(session, owner, id_)) for param, id_ in spec.files())
         device = resolution.run.device
-        prospect = scheduler.foresee(session, needs=resolution.slots, device=device, priority=spec.priority)
+        prospect = scheduler.foresee(
+            session, needs=resolution.slots, device=device, priority=spec.priority, project=owner.project_id
+        )
         # A folder that nobody named before would have become a row.
         undone.rollback()
     return Planned(resolution, used, prospect)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core import audit, paging
+from core import audit, hints, paging
 from core.errors import Forbidden, InvalidMove, InvalidRequest, NotFound
 from core.models import Project, database_now, new_id
 from core.paging import Page
@@ -21,13 +22,13 @@ DEFAULT_PROJECT = "proj-default"
 """The first project. Admin keys of it manage the organisation; it can't be archived."""
 
 
-def create(session: Session, owner: Account, name: str) -> Project:
+def create(session: Session, owner: Account, name: str, quotas: Mapping[str, float | int | None]) -> Project:
     """A new project; for who manages the organisation."""
     require_organization(owner)
-    project = Project(id=new_id("proj"), name=name)
+    project = Project(id=new_id("proj"), name=name, **quotas)
     session.add(project)
     session.flush()
-    audit.record(session, owner, "project.created", project.id, project_id=project.id, name=name)
+    audit.record(session, owner, "project.created", project.id, project_id=project.id, name=name, **quotas)
     return project
 
 
@@ -55,14 +56,18 @@ def active(session: Session, owner: Account, project_id: str) -> Project:
     return project
 
 
-def rename(session: Session, owner: Account, project_id: str, name: str) -> Project:
-    """Give it another name; for who manages the organisation."""
+def change(session: Session, owner: Account, project_id: str, wished: Mapping[str, Any]) -> Project:
+    """Change its name or quotas; for who manages the organisation."""
     project = _one(session, owner, project_id, lock="update")
     require_organization(owner)
-    if project.name != name:
-        project.name = name
-        audit.record(session, owner, "project.updated", project.id, project_id=project.id, name=name)
+    changed = {field: value for field, value in wished.items() if getattr(project, field) != value}
+    if changed:
+        for field, value in changed.items():
+            setattr(project, field, value)
+        audit.record(session, owner, "project.updated", project.id, project_id=project.id, **changed)
         session.flush()
+        # What waited for the old limit may start under the new one.
+        hints.nudge(session)
     return project
 
 
@@ -85,7 +90,9 @@ def _one(session: Session, owner: Account, project_id: str, *, lock: str | None 
     if not owner.manages_organization:
         query = query.where(Project.id == owner.project_id)
     if lock is not None:
-        query = query.with_for_update(read=lock == "share").execution_options(populate_existing=True)
+        # Whatever refers to a project may go on meanwhile.
+        query = query.with_for_update(read=lock == "share", key_share=lock == "update")
+        query = query.execution_options(populate_existing=True)
     project = session.scalars(query).one_or_none()
     if project is None:
         raise NotFound(f"There is no project {project_id!r}.", param="project")

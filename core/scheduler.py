@@ -7,22 +7,24 @@ there already and for none that came after it. Everything behind it that fits el
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from sqlalchemy import ColumnElement, and_, bindparam, func, or_, select, update
 from sqlalchemy.orm import Session
 
-from core import jobs, nodes
+from core import jobs, nodes, quotas
 from core.db import lock
 from core.errors import InvalidMove
 from core.models import Job, Slot, database_now
+from core.quotas import Allowance
 from core.states import JobState
 
 CLAIM_WITHIN = timedelta(seconds=60)
 """How long a placed job may stay without a supervisor before it is taken back."""
 
+_UNLIMITED = Allowance()
 NO_WORKER = "no worker is online: start one with `trainshed serve` or `trainshed worker`"
 
 
@@ -43,6 +45,8 @@ class Waiting:
     needs: int
     device: str = "cpu"
     """What its run was made for: `cuda` needs GPUs, `cpu` runs anywhere."""
+    project: str = ""
+    """Whose it is, and whose quotas hold for it."""
 
 
 @dataclass(frozen=True)
@@ -64,23 +68,41 @@ class Decision:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def decide(waiting: Sequence[Waiting], hosts: Sequence[Host]) -> Decision:
-    """Place what can be placed, in the order given."""
+def decide(
+    waiting: Sequence[Waiting], hosts: Sequence[Host], allowances: Mapping[str, Allowance] | None = None
+) -> Decision:
+    """Place what can be placed, in the order given. What its project's quotas keep back keeps nobody else waiting."""
     decision = Decision()
+    allowed_by = dict(allowances or {})
     free = {host.name: list(host.free) for host in hosts}
     reserved: str | None = None
     for job in waiting:
+        allowance = allowed_by.get(job.project, _UNLIMITED)
+        if why := _kept_back(allowance):
+            decision.reasons[job.job_id] = why
+            continue
         able = [host for host in hosts if _suits(host, job) and host.num_slots >= job.needs]
         allowed = [host for host in able if host.name != reserved]
         if host := _best([host for host in allowed if len(free[host.name]) >= job.needs], job, free):
             slots = tuple(free[host.name][: job.needs])
             del free[host.name][: job.needs]
             decision.placements.append(Placement(job.job_id, host.name, slots))
+            if allowance.jobs is not None:
+                allowed_by[job.project] = replace(allowance, jobs=allowance.jobs - 1)
             continue
         decision.reasons[job.job_id] = _reason(job, hosts, able, allowed, free, reserved)
         if able and reserved is None:
             reserved = max(able, key=lambda host: (len(free[host.name]), host.name)).name
     return decision
+
+
+def _kept_back(allowance: Allowance) -> str | None:
+    """Why nothing more of this project may start now."""
+    if allowance.hours_spent is not None:
+        return f"the project has used its {allowance.hours_spent:g} GPU-hours of this month"
+    if allowance.jobs is not None and allowance.jobs <= 0:
+        return f"the project runs as many jobs at once as it may, {allowance.at_once}"
+    return None
 
 
 def _suits(host: Host, job: Waiting) -> bool:
@@ -123,15 +145,16 @@ def tick(session: Session, *, claim_within: timedelta = CLAIM_WITHIN) -> list[Pl
     lock(session, "scheduler")
     device = Job.run_config["device"].as_string()
     queued = session.execute(
-        select(Job.id, Job.slots, device, Job.queue_reason).where(_ready()).order_by(*_ORDER)
+        select(Job.id, Job.slots, device, Job.project_id, Job.queue_reason).where(_ready()).order_by(*_ORDER)
     ).all()
     if not queued:
         return []
-    decision = decide([Waiting(job_id, needs, device) for job_id, needs, device, _ in queued], _hosts(session))
+    waiting = [Waiting(job_id, needs, device, project) for job_id, needs, device, project, _ in queued]
+    decision = decide(waiting, _hosts(session), quotas.allowances(session))
     placed = [placement for placement in decision.placements if _place(session, placement, claim_within)]
     changed = [
         {"job": job_id, "reason": decision.reasons[job_id]}
-        for job_id, _, _, reason in queued
+        for job_id, _, _, _, reason in queued
         if job_id in decision.reasons and decision.reasons[job_id] != reason
     ]
     if changed:
@@ -173,13 +196,16 @@ class Prospect:
     """Why it would wait; None: it would start at once."""
 
 
-def foresee(session: Session, *, needs: int, device: str, priority: int) -> Prospect:
-    """Where a job would stand in the queue that needs so many slots."""
+def foresee(session: Session, *, needs: int, device: str, priority: int, project: str) -> Prospect:
+    """Where a project's job would stand in the queue that needs so many slots."""
     first = Job.priority >= priority
     ahead = session.execute(
-        select(Job.id, Job.slots, Job.run_config["device"].as_string()).where(_ready(), first).order_by(*_ORDER)
+        select(Job.id, Job.slots, Job.run_config["device"].as_string(), Job.project_id)
+        .where(_ready(), first)
+        .order_by(*_ORDER)
     )
-    decision = decide([*(Waiting(*row) for row in ahead), Waiting("", needs, device)], _hosts(session))
+    waiting = [*(Waiting(*row) for row in ahead), Waiting("", needs, device, project)]
+    decision = decide(waiting, _hosts(session), quotas.allowances(session))
     count = session.scalar(select(func.count()).where(Job.state == JobState.QUEUED, first))
     return Prospect(1 + (count or 0), decision.reasons.get(""))
 

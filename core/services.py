@@ -11,15 +11,17 @@ from core.queue import Queue
 from core.sampling import Sampler
 from core.settings import Settings
 from core.storage import Storage, open_storage
+from core.throttle import Throttle
 
 
 class Services:
-    """Database, storage, queue, bell and sampler, as the settings say. Nothing connects before it is used."""
+    """Database, storage, queue, bell, throttle and sampler, as the settings say. Nothing connects before it is used."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.queue = Queue(settings)
         self.bell = Bell(settings.redis)
+        self.throttle = Throttle(settings.redis, per_minute=settings.requests_per_minute)
         self.sampler = Sampler(settings.redis)
         self.db = Database(settings.database, hints=Messengers(self.queue, self.bell))
         self.storage: Storage = open_storage(settings.storage)
@@ -28,6 +30,7 @@ class Services:
         self.db.close()
         self.queue.close()
         self.bell.close()
+        self.throttle.close()
 
     def __enter__(self) -> Self:
         return self

@@ -69,6 +69,8 @@ class Settings(BaseSettings):
     """How long a cancelled run may take to end, in seconds; then it is killed."""
     max_losses: int = Field(5, ge=1)
     """Attempts lost in a row, without a new checkpoint between, before a job fails."""
+    requests_per_minute: int = Field(6000, ge=0)
+    """Requests of one key in a minute, and at once after a pause; 0 sets no limit."""
     log_level: str = "INFO"
     """Least severe log line that is written."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sqlalchemy import Select, delete, select, update
 from sqlalchemy.orm import Session
 
-from core import files, inspecting, paging
+from core import audit, files, inspecting, paging, quotas
 from core.db import Database, after_commit
 from core.errors import FileTooLarge, InvalidMove, InvalidRequest, NotFound
 from core.keys import Account
@@ -67,7 +67,10 @@ def create(
         file_expires_after=file_expires_after,
         expires_at=0.0,
     )
+    if (left := quotas.storage_left(session, owner.project_id)) is not None and num_bytes > left:
+        raise quotas.storage_full(session, owner.project_id)
     session.add(upload)
+    audit.record(session, owner, "upload.created", upload.id, filename=upload.filename, bytes=num_bytes)
     session.flush()
     upload.expires_at = upload.created_at + LIFETIME_SECONDS
     session.flush()
@@ -135,12 +138,13 @@ def add_part(db: Database, storage: Storage, owner: Account, upload_id: str, chu
     key = _key(upload_id, id_)
     digest = hashlib.md5(usedforsecurity=False)
     try:
-        size = storage.put_stream(key, _digested(chunks, digest))
+        size = storage.put_stream(key, _digested(quotas.within_storage(db, owner.project_id, chunks), digest))
         if size == 0:
             raise InvalidRequest("The part is empty; leave it out.", param="data")
         part = UploadPart(id=id_, upload_id=upload_id, bytes=size, md5=digest.hexdigest())
         with db.session() as session:
             _count(session, owner, upload_id, size)
+            quotas.take_storage(session, owner.project_id, size)
             session.add(part)
             session.flush()
     except BaseException:
@@ -279,9 +283,11 @@ def complete(
             ) as made,
             db.session() as session,
         ):
-            files.add(session, owner, made, expires_after=upload.file_expires_after)
+            # The parts first: they count no longer where the file does.
             if not _end(session, upload.id, COMPLETED, file_id=made.id, part_ids=list(gathered.part_ids)):
                 raise _OvertakenError
+            files.add(session, owner, made, expires_after=upload.file_expires_after)
+            audit.record(session, owner, "upload.completed", upload.id, file=made.id)
             after_commit(session, lambda: storage.delete_tree(_prefix(upload.id)))
     except (_OvertakenError, NotFound):
         # Parts that are missing were removed by whoever ended the upload.
@@ -301,6 +307,7 @@ def cancel(session: Session, storage: Storage, owner: Account, upload_id: str) -
     """Give the upload up, with its parts. Asking twice is fine."""
     upload = get(session, owner, upload_id)
     if _end(session, upload_id, CANCELLED):
+        audit.record(session, owner, "upload.cancelled", upload_id)
         after_commit(session, lambda: storage.delete_tree(_prefix(upload_id)))
     upload = get(session, owner, upload_id)
     if upload.status != CANCELLED:

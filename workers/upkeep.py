@@ -18,6 +18,8 @@ log = structlog.get_logger(__name__)
 
 TICK_SECONDS = 1.0
 RESEND_SECONDS = 5.0
+QUOTAS_SECONDS = 10.0
+"""How far a project may run beyond its GPU-hours; then what it runs is told to save and pause."""
 FORGET_SECONDS = 600.0
 LOOKS_PER_LEASE = 5
 LONGEST_LOOK_SECONDS = 3.0
@@ -31,6 +33,7 @@ class Upkeep:
             Duty("reclaim", look, self.reclaim),
             Duty("tick", TICK_SECONDS, self.tick),
             Duty("resend", RESEND_SECONDS, self.resend, due_at=monotonic() + RESEND_SECONDS),
+            Duty("quotas", QUOTAS_SECONDS, self.quotas),
             Duty("forget", FORGET_SECONDS, self.forget),
         )
 
@@ -58,6 +61,13 @@ class Upkeep:
             for job in jobs.unclaimed(session):
                 if job.node is not None:
                     hints.start(session, job.id, job.node)
+
+    def quotas(self) -> None:
+        """Pause what runs in projects that have used up their GPU-hours."""
+        with self.services.db.session() as session:
+            paused = jobs.pause_spent(session)
+        for job in paused:
+            log.info("job paused, its project's GPU-hours are used up", job=job.id, state=job.state.value)
 
     def forget(self) -> None:
         """Count no longer on hosts that are gone for good."""

@@ -235,7 +235,7 @@ async def answered(
     """
     model = await to_thread.run_sync(partial(named, services, owner, ask.model))
     heading = Heading.new(dialect.prefix, ask.model)
-    coming = Coming(services.sampler.ask({"model": model, **asked}), request)
+    coming = Coming(services.sampler.ask({"model": model, **asked}), request, key_id=owner.key_id)
     try:
         first = await coming.next()
     except ClientLeft:

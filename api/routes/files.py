@@ -14,12 +14,22 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from api import forms, ranges
-from api.deps import AfterDep, OrderDep, OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep
+from api.deps import AfterDep, OrderDep, OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep, WithinStorage
 from api.errors import errors
 from api.forms import Form
 from api.schemas import DeletedOut, FileList, FileOut, PreviewOut
 from core import examining, files, inspecting
-from core.errors import FileTooLarge, Forbidden, InUse, InvalidFile, InvalidModel, InvalidRequest, NotFound, Unavailable
+from core.errors import (
+    FileTooLarge,
+    Forbidden,
+    InUse,
+    InvalidFile,
+    InvalidModel,
+    InvalidRequest,
+    NotFound,
+    QuotaExceeded,
+    Unavailable,
+)
 from core.keys import Account
 from core.services import Services
 
@@ -49,7 +59,7 @@ class Upload:
         return self.purpose in files.TRAINING and inspecting.may_hold_ids(head)
 
 
-async def received(request: Request, owner: SubmitterDep) -> AsyncIterator[Upload]:
+async def received(request: Request, within: Annotated[None, WithinStorage]) -> AsyncIterator[Upload]:
     """The form, read only after the key was found good: nobody else's bytes reach our disk."""
     async with forms.received(request, "file", fields=("purpose", *EXPIRES_AFTER)) as form:
         if (purpose := form.fields.get("purpose")) is None:
@@ -93,7 +103,7 @@ FORM: dict[str, Any] = {
 }
 
 
-@router.post("", openapi_extra=FORM, responses=errors(InvalidFile, FileTooLarge, Forbidden, Unavailable))
+@router.post("", openapi_extra=FORM, responses=errors(InvalidFile, FileTooLarge, QuotaExceeded, Forbidden, Unavailable))
 async def upload(
     request: Request, upload: Annotated[Upload, Depends(received)], owner: SubmitterDep, services: ServicesDep
 ) -> FileOut:

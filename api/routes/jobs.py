@@ -13,6 +13,7 @@ from api import ranges, sse, tar
 from api.deps import (
     AfterDep,
     LimitDep,
+    ListenerDep,
     OrderDep,
     OwnerDep,
     ReadingDep,
@@ -35,7 +36,7 @@ from api.schemas import (
 )
 from api.shown import shown, shown_all
 from core import artifacts, checkpoints, events, joblogs, jobs, metrics
-from core.errors import Forbidden, InvalidMove, InvalidSpec, NotFound
+from core.errors import Forbidden, InvalidMove, InvalidSpec, NotFound, QuotaExceeded
 from core.models import Job
 from core.spec import JobChange, JobSpec
 from core.states import TERMINAL, JobState
@@ -52,7 +53,7 @@ def wanted_labels(request: Request) -> dict[str, str]:
     return {match.group(1): value for match, value in found if match}
 
 
-@router.post("", status_code=201, responses=errors(InvalidSpec, NotFound, Forbidden))
+@router.post("", status_code=201, responses=errors(InvalidSpec, NotFound, Forbidden, QuotaExceeded))
 def submit(
     spec: JobSpec,
     owner: SubmitterDep,
@@ -156,7 +157,7 @@ def list_events(
     return EventList(data=[EventOut.of(event) for event in page.data], has_more=page.has_more)
 
 
-def known_job(job_id: JobId, owner: OwnerDep, session: ReadingDep) -> Job:
+def known_job(job_id: JobId, owner: ListenerDep, session: ReadingDep) -> Job:
     """The job, once it is sure that the caller may know of it."""
     return jobs.get(session, owner, job_id)
 
@@ -169,6 +170,7 @@ def known_job(job_id: JobId, owner: OwnerDep, session: ReadingDep) -> Job:
 )
 async def stream(
     request: Request,
+    owner: ListenerDep,
     job: Annotated[Job, Depends(known_job)],
     after: Annotated[int, Query(ge=0, le=2**53, description="`seq` of the last event already known.")] = 0,
     last_event_id: Annotated[str | None, Header(description="Set by clients that connect again.")] = None,
@@ -183,7 +185,7 @@ async def stream(
     if knows_an_end and job.state in TERMINAL and job.last_event == start:
         return Response(status_code=204)
     streams: sse.Streams = request.app.state.streams
-    return sse.EventStream(streams.listen(job.id, after=start))
+    return sse.EventStream(streams.listen(job.id, after=start, key_id=owner.key_id))
 
 
 @router.get("/{job_id}/metrics", responses=errors(NotFound))

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy.orm import Session
 
 from api.deps import AdminDep, AfterDep, LimitDep, OwnerDep, ReadingDep, SessionDep
 from api.errors import errors
 from api.schemas import ProjectList, ProjectOut
-from core import jobs, projects
+from core import jobs, projects, quotas
 from core.errors import Forbidden, InvalidMove, NotFound
+from core.models import Project
 
 router = APIRouter(prefix="/v1/projects", tags=["projects"])
 
 ProjectId = Annotated[str, Path(description="Id of the project.", examples=["proj-4f1c09a1b2c3d4e5f6a7b8c9"])]
 ProjectName = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f]+$")]
+
+
+class QuotasAsk(BaseModel):
+    """What a project may use. Null is no limit; what is left out stays."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    gpu_hours: float | None = Field(None, ge=0, le=1e9)
+    """Hours of GPUs (or CPU slots) in a calendar month, UTC."""
+    concurrent_jobs: int | None = Field(None, ge=0, le=10**9)
+    """Jobs that hold GPUs at once; others wait in the queue."""
+    storage_bytes: int | None = Field(None, ge=0, le=2**60)
+    """Of files, checkpoints and results."""
 
 
 class NewProject(BaseModel):
@@ -25,6 +39,7 @@ class NewProject(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
     name: ProjectName
     """What people call it; need not be unique."""
+    quotas: QuotasAsk = QuotasAsk()
 
 
 class ProjectChange(BaseModel):
@@ -32,12 +47,17 @@ class ProjectChange(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
     name: ProjectName | None = None
+    quotas: QuotasAsk | None = None
+
+    def wished(self) -> dict[str, Any]:
+        name = {} if self.name is None else {"name": self.name}
+        return name | (self.quotas.model_dump(exclude_unset=True) if self.quotas else {})
 
 
 @router.post("", status_code=201, responses=errors(Forbidden))
 def create(new: NewProject, owner: AdminDep, session: SessionDep) -> ProjectOut:
     """Make a project. It has no keys yet: make them with `POST /v1/keys` and its id."""
-    return ProjectOut.of(projects.create(session, owner, new.name))
+    return shown(session, projects.create(session, owner, new.name, new.quotas.model_dump(exclude_unset=True)))
 
 
 @router.get("", responses=errors(NotFound))
@@ -50,22 +70,20 @@ def list_projects(
 ) -> ProjectList:
     """List projects, newest first: all of them for an admin of the organisation, else your own."""
     page = projects.page(session, owner, after=after, limit=limit, include_archived=include_archived)
-    return ProjectList(data=[ProjectOut.of(project) for project in page.data], has_more=page.has_more)
+    used = quotas.usage(session, [project.id for project in page.data])
+    return ProjectList(data=[ProjectOut.of(one, used[one.id]) for one in page.data], has_more=page.has_more)
 
 
 @router.get("/{project_id}", responses=errors(NotFound))
 def get_project(project_id: ProjectId, owner: OwnerDep, session: ReadingDep) -> ProjectOut:
-    """Get a project."""
-    return ProjectOut.of(projects.get(session, owner, project_id))
+    """Get a project: what it may use, and what it uses."""
+    return shown(session, projects.get(session, owner, project_id))
 
 
 @router.patch("/{project_id}", responses=errors(NotFound, Forbidden))
 def change(project_id: ProjectId, wanted: ProjectChange, owner: AdminDep, session: SessionDep) -> ProjectOut:
-    """Change a project."""
-    project = projects.get(session, owner, project_id)
-    if wanted.name is not None:
-        project = projects.rename(session, owner, project_id, wanted.name)
-    return ProjectOut.of(project)
+    """Change a project's name or quotas."""
+    return shown(session, projects.change(session, owner, project_id, wanted.wished()))
 
 
 @router.post("/{project_id}/archive", responses=errors(NotFound, Forbidden, InvalidMove))
@@ -73,4 +91,8 @@ def archive(project_id: ProjectId, owner: AdminDep, session: SessionDep) -> Proj
     """Archive a project: its keys open nothing from now on, and its jobs are cancelled. What it made stays."""
     project = projects.archive(session, owner, project_id)
     jobs.cancel_all(session, owner, project.id)
-    return ProjectOut.of(project)
+    return shown(session, project)
+
+
+def shown(session: Session, project: Project) -> ProjectOut:
+    return ProjectOut.of(project, quotas.usage(session, [project.id])[project.id])

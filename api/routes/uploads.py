@@ -12,12 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
 from api import forms
-from api.deps import AfterDep, OrderDep, OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep
+from api.deps import AfterDep, OrderDep, OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep, WithinStorage
 from api.errors import errors
 from api.forms import Form
 from api.schemas import UploadOut, UploadPartList, UploadPartOut
 from core import files, uploads
-from core.errors import FileTooLarge, Forbidden, InvalidFile, InvalidMove, NotFound, Unavailable
+from core.errors import FileTooLarge, Forbidden, InvalidFile, InvalidMove, NotFound, QuotaExceeded, Unavailable
 from core.keys import Account
 from core.models import Upload
 from core.services import Services
@@ -106,7 +106,11 @@ def list_parts(
 
 
 async def received_part(
-    upload_id: UploadId, request: Request, owner: SubmitterDep, services: ServicesDep
+    upload_id: UploadId,
+    request: Request,
+    owner: SubmitterDep,
+    services: ServicesDep,
+    within: Annotated[None, WithinStorage],
 ) -> AsyncIterator[Form]:
     """The form, read only once the upload was found to take it."""
     await to_thread.run_sync(partial(_check_open, services, owner, upload_id))
@@ -138,7 +142,7 @@ FORM: dict[str, Any] = {
 @router.post(
     "/{upload_id}/parts",
     openapi_extra=FORM,
-    responses=errors(NotFound, InvalidMove, FileTooLarge, Forbidden, Unavailable),
+    responses=errors(NotFound, InvalidMove, FileTooLarge, QuotaExceeded, Forbidden, Unavailable),
 )
 async def add_part(
     upload_id: UploadId, form: Annotated[Form, Depends(received_part)], owner: SubmitterDep, services: ServicesDep
@@ -149,7 +153,8 @@ async def add_part(
 
 
 @router.post(
-    "/{upload_id}/complete", responses=errors(NotFound, InvalidMove, InvalidFile, FileTooLarge, Forbidden, Unavailable)
+    "/{upload_id}/complete",
+    responses=errors(NotFound, InvalidMove, InvalidFile, FileTooLarge, QuotaExceeded, Forbidden, Unavailable),
 )
 async def complete_upload(
     upload_id: UploadId, completion: Completion, request: Request, owner: SubmitterDep, services: ServicesDep

@@ -31,7 +31,9 @@ def test_a_project_is_made_given_a_key_renamed_and_closed_with_its_jobs(live, or
         running = driving.submit(member)["id"]
         fence = driving.claim(live.services, running)
         renamed = organization.patch(f"/v1/projects/{project['id']}", json={"name": "team b"}).json()
-        assert member.get(f"/v1/projects/{project['id']}").json() == renamed
+        # What is used grows while the job holds its slot.
+        assert member.get(f"/v1/projects/{project['id']}").json() | {"usage": renamed["usage"]} == renamed
+        assert renamed["usage"]["concurrent_jobs"] == 1
         assert renamed["name"] == "team b"
 
         for _ in range(2):

@@ -184,7 +184,7 @@ def test_a_job_that_is_cancelled_while_it_is_looked_at_holds_up_nobody(
         make.node(session, num_slots=2)
         first, second, waits = (make.job(session, slots=slots, created_at=slots) for slots in (1, 1, 2))
 
-    def meanwhile(waiting: list[Waiting], hosts: list[Host]) -> scheduler.Decision:
+    def meanwhile(waiting: list[Waiting], hosts: list[Host], allowances: object) -> scheduler.Decision:
         with database.session() as other:
             jobs.cancel(other, owner, first.id)
             jobs.cancel(other, owner, waits.id)

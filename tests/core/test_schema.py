@@ -11,11 +11,11 @@ import pytest
 from alembic import op
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import inspect, select
+from sqlalchemy import inspect, select, text
 
 from core import schema
 from core.db import Database, open_engine
-from core.models import Base, database_now
+from core.models import Base, Model, database_now
 from tests import make
 from tests.conftest import _administer
 
@@ -52,6 +52,26 @@ def test_a_schema_with_rows_in_it_goes_down_and_up_again(database: Database, dat
     schema.upgrade(database_url)
     assert schema.is_current(database.engine)
     assert set(Base.metadata.tables) <= set(inspect(database.engine).get_table_names())
+
+
+def test_models_keep_their_names_through_the_migrations_as_far_as_names_are_unique(
+    database: Database, database_url: str
+) -> None:
+    with database.session() as session:
+        for project in ("proj-a", "proj-b"):
+            make.project(session, project)
+            make.model(session, "best", project_id=project)
+        make.model(session, "tiny")
+        keys = set(session.scalars(select(Model.key).where(Model.id == "best")))
+    database.close()
+    schema.downgrade(database_url, "0001")
+    with database.reading() as session:
+        names = set(session.scalars(text("SELECT id FROM models")))
+    assert names == keys | {"tiny"}
+    database.close()
+    schema.upgrade(database_url)
+    with database.reading() as session:
+        assert {(model.key, model.id) for model in session.scalars(select(Model))} == {(name, name) for name in names}
 
 
 def test_an_empty_database_is_not_current_until_it_is_migrated(empty_url: str) -> None:
