@@ -31,6 +31,7 @@ from api.routes import (
     plans,
     projects,
     uploads,
+    webhooks,
 )
 from api.sse import Streams
 from api.surroundings import MULTIPART_BYTES, Limit, Surroundings
@@ -43,6 +44,8 @@ log = structlog.get_logger()
 
 MAX_JSON_BYTES = 4 * 1024 * 1024
 """Largest body other than an upload."""
+POSTING_AT_ONCE = 4
+"""Samples that are on their way to webhook endpoints; more wait."""
 UPLOADS: tuple[tuple[re.Pattern[str], Callable[[Settings], int]], ...] = (
     (re.compile(re.escape(files.PATH)), lambda settings: settings.max_file_bytes),
     (re.compile(rf"{uploads.PATH}/[^/]+/parts"), lambda settings: min(PART_BYTES, settings.max_file_bytes)),
@@ -66,6 +69,7 @@ def create_app(services: Services) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.streams = Streams(services)
+        app.state.posting = CapacityLimiter(POSTING_AT_ONCE)
         app.state.examining = CapacityLimiter(examining.AT_ONCE)
         yield
         await app.state.streams.ended()
@@ -95,6 +99,7 @@ def create_app(services: Services) -> FastAPI:
         projects,
         keys,
         audit_logs,
+        webhooks,
         health,
     ):
         app.include_router(part.router)

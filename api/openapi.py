@@ -38,6 +38,7 @@ TAGS = [
     {"name": "projects", "description": "Who owns things, apart from everyone else."},
     {"name": "keys", "description": "Who may do what."},
     {"name": "audit", "description": "Who did what."},
+    {"name": "webhooks", "description": "Be told when a job has ended. Messages are signed as Standard Webhooks says."},
     {"name": "service", "description": "Health and measures of this server; they need no key."},
 ]
 

@@ -7,9 +7,23 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from core import plans, quotas
+from core import plans, quotas, webhooks
 from core.keys import Account
-from core.models import ApiKey, Artifact, AuditLog, Checkpoint, File, Job, JobEvent, Model, Project, Upload, UploadPart
+from core.models import (
+    ApiKey,
+    Artifact,
+    AuditLog,
+    Checkpoint,
+    File,
+    Job,
+    JobEvent,
+    Model,
+    Project,
+    Upload,
+    UploadPart,
+    WebhookDelivery,
+    WebhookEndpoint,
+)
 from core.nodes import NodeStatus
 from core.plans import Planned
 from core.projects import ORGANIZATION
@@ -863,3 +877,101 @@ class ReadyOut(Out):
 def whole(seconds: float | None) -> int | None:
     """Unix seconds as the API shows them."""
     return None if seconds is None else int(seconds)
+
+
+# Webhooks
+
+
+class WebhookEndpointOut(Out):
+    """OpenAI's webhook endpoint."""
+
+    id: str
+    object: Literal["webhook_endpoint"] = "webhook_endpoint"
+    name: str
+    url: str
+    event_types: list[str]
+    signing_secret_hint: str
+    """The end of the secret."""
+    created_at: int
+    updated_at: int
+
+    @classmethod
+    def of(cls, endpoint: WebhookEndpoint) -> Self:
+        return cls(**_endpoint(endpoint))
+
+
+class WebhookEndpointWithSecretOut(WebhookEndpointOut):
+    """An endpoint whose secret was just made."""
+
+    signing_secret: str
+    """What its messages are signed with; keep it, for it is not shown again."""
+
+    @classmethod
+    def made(cls, endpoint: WebhookEndpoint) -> Self:
+        return cls(**_endpoint(endpoint), signing_secret=endpoint.secret)
+
+
+def _endpoint(endpoint: WebhookEndpoint) -> dict[str, Any]:
+    return {
+        "id": endpoint.id,
+        "name": endpoint.name,
+        "url": endpoint.url,
+        "event_types": endpoint.event_types,
+        "signing_secret_hint": webhooks.hint(endpoint),
+        "created_at": int(endpoint.created_at),
+        "updated_at": int(endpoint.updated_at),
+    }
+
+
+class WebhookEndpointList(ListOut):
+    data: list[WebhookEndpointOut]
+
+
+class EventTypeList(ListOut):
+    data: list[str]
+
+
+class WebhookTestOut(Out):
+    """What came of a sample."""
+
+    object: Literal["webhook_endpoint.test"] = "webhook_endpoint.test"
+    event_type: str
+    status_code: int
+    """What the endpoint answered."""
+    success: Literal[True] = True
+    """There was an answer, whatever its status."""
+    webhook_endpoint_id: str
+
+
+class WebhookDeliveryOut(Out):
+    """A message to an endpoint."""
+
+    id: str
+    """The `webhook-id`."""
+    object: Literal["webhook_delivery"] = "webhook_delivery"
+    event_type: str
+    status: Literal["waiting", "delivered", "given_up"]
+    attempts: int
+    next_attempt_at: int | None
+    delivered_at: int | None
+    last_error: str | None
+    """Why the last attempt failed."""
+    created_at: int
+
+    @classmethod
+    def of(cls, message: WebhookDelivery) -> Self:
+        ended: Literal["delivered", "given_up"] = "given_up" if message.delivered_at is None else "delivered"
+        return cls(
+            id=message.id,
+            event_type=message.type,
+            status=ended if message.due_at is None else "waiting",
+            attempts=message.attempts,
+            next_attempt_at=whole(message.due_at),
+            delivered_at=whole(message.delivered_at),
+            last_error=message.last_error,
+            created_at=int(message.created_at),
+        )
+
+
+class WebhookDeliveryList(ListOut):
+    data: list[WebhookDeliveryOut]

@@ -117,6 +117,12 @@ class Unavailable(DomainError):
     status, code, type = 503, "unavailable", "server_error"
 
 
+class Undelivered(DomainError):
+    """A webhook endpoint gave no answer."""
+
+    code = "undelivered"
+
+
 class TimedOut(DomainError):
     """It took longer than anyone waits here."""
 

@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, TableValuedAlias, func, null, select, upda
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from core import audit, catalog, files, hints, history, nodes, paging, quotas
+from core import audit, catalog, files, hints, history, nodes, outbox, paging, quotas
 from core.db import lock
 from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound
 from core.failures import failure
@@ -389,6 +389,8 @@ def _move(
     if job is None:
         raise _refusal(session, job_id, to)
     session.add(_state_event(job, message))
+    if to in TERMINAL:
+        outbox.announce(session, job)
     if to not in HELD:
         session.execute(update(Slot).where(Slot.job_id == job_id).values(job_id=None))
         held = update(Holding).where(Holding.job_id == job_id, Holding.ended_at.is_(None))

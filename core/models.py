@@ -399,3 +399,41 @@ class Holding(Base):
     started_at: Mapped[float]
     ended_at: Mapped[float | None]
     """None while they are held."""
+
+
+class WebhookEndpoint(Base):
+    """Where a project wants to be told what became of its jobs."""
+
+    __tablename__ = "webhook_endpoints"
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), index=True)
+    name: Mapped[str] = mapped_column(Name)
+    url: Mapped[str] = mapped_column(Text)
+    event_types: Mapped[list[Any]]
+    secret: Mapped[str] = mapped_column(String(128))
+    """What messages are signed with. It must be kept as it is: a digest signs nothing."""
+    old_secret: Mapped[str | None] = mapped_column(String(128))
+    """The one before, which signs too until `old_secret_until`."""
+    old_secret_until: Mapped[float | None]
+    created_at: Mapped[float] = mapped_column(default=database_now())
+    updated_at: Mapped[float] = mapped_column(default=database_now())
+
+
+class WebhookDelivery(Base):
+    """A message to one endpoint, written in the transaction of what it tells."""
+
+    __tablename__ = "webhook_deliveries"
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    """The `webhook-id`, the same however often it is sent."""
+    endpoint_id: Mapped[str] = mapped_column(ForeignKey("webhook_endpoints.id", ondelete="CASCADE"), index=True)
+    type: Mapped[str] = mapped_column(String(64))
+    body: Mapped[str] = mapped_column(Text)
+    attempts: Mapped[int] = mapped_column(default=0)
+    """Also the fence: what an earlier attempt has to say is dropped."""
+    due_at: Mapped[float | None] = mapped_column(index=True)
+    """When it is sent, or sent again where that process has died; None once it was delivered or given up."""
+    delivered_at: Mapped[float | None]
+    last_error: Mapped[str | None] = mapped_column(Text)
+    created_at: Mapped[float] = mapped_column(default=database_now())

@@ -10,10 +10,13 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 
 from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+Network = IPv4Network | IPv6Network
 
 _LONGEST_SOCKET_PATH = 100
 """The kernel takes 107 bytes on Linux and 103 on macOS."""
@@ -29,6 +32,13 @@ _SCHEMES = {
 def _either(name: str) -> AliasChoices:
     """The names a variable may have; the common one, without our prefix, is what hosting platforms set."""
     return AliasChoices(f"TRAINSHED_{name}", name)
+
+
+def _networks(listed: str | None) -> tuple[Network, ...]:
+    try:
+        return tuple(ip_network(network.strip()) for network in (listed or "").split(",") if network.strip())
+    except ValueError as error:
+        raise ValueError("networks are needed, such as 10.1.0.0/16, with commas between them") from error
 
 
 class Settings(BaseSettings):
@@ -71,6 +81,8 @@ class Settings(BaseSettings):
     """Attempts lost in a row, without a new checkpoint between, before a job fails."""
     requests_per_minute: int = Field(6000, ge=0)
     """Requests of one key in a minute, and at once after a pause; 0 sets no limit."""
+    webhook_networks: str | None = None
+    """Networks that webhooks may reach beside the public internet, such as `127.0.0.0/8,10.1.0.0/16`. Default: none."""
     log_level: str = "INFO"
     """Least severe log line that is written."""
 
@@ -95,6 +107,17 @@ class Settings(BaseSettings):
         if level.upper() not in logging.getLevelNamesMapping():
             raise ValueError(f"there is no level {level!r}; take DEBUG, INFO, WARNING or ERROR")
         return level.upper()
+
+    @field_validator("webhook_networks")
+    @classmethod
+    def is_a_list_of_networks(cls, networks: str | None) -> str | None:
+        _networks(networks)
+        return networks
+
+    @property
+    def reachable(self) -> tuple[Network, ...]:
+        """The networks of `webhook_networks`."""
+        return _networks(self.webhook_networks)
 
     @property
     def database(self) -> str:

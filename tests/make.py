@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from core import nodes
+from core import nodes, webhooks
 from core.keys import DEFAULT_PROJECT
 from core.models import (
     Checkpoint,
@@ -20,6 +20,7 @@ from core.models import (
     Slot,
     Upload,
     UploadPart,
+    WebhookEndpoint,
     database_now,
     new_id,
 )
@@ -94,6 +95,18 @@ def upload(session: Session, **columns: Any) -> Upload:
     session.add(row)
     session.flush()
     session.add(UploadPart(id=new_id("part"), upload_id=row.id, bytes=1000, md5="0" * 32))
+    session.flush()
+    return row
+
+
+def webhook(session: Session, **columns: Any) -> WebhookEndpoint:
+    """An endpoint that is told everything; nobody is there."""
+    values: dict[str, Any] = {
+        "project_id": DEFAULT_PROJECT, "name": "ci", "url": "http://127.0.0.1:9/hook", "secret": "whsec_AAAA",
+        "event_types": list(webhooks.EVENT_TYPES),
+    }  # fmt: skip
+    row = WebhookEndpoint(id=new_id("whe"), **values | columns)
+    session.add(row)
     session.flush()
     return row
 

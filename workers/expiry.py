@@ -1,10 +1,10 @@
-"""Remove what has had its time, rows and content: files that were told to expire, uploads that nobody completed."""
+"""Remove what has had its time, rows and content: expired files, uploads that nobody completed, old messages."""
 
 from __future__ import annotations
 
 import structlog
 
-from core import files, uploads
+from core import files, outbox, uploads
 from core.services import Services
 from workers.duties import Duty, keep
 from workers.orders import Orders
@@ -24,6 +24,7 @@ class Expiry:
             Duty("expire files", EXPIRE_SECONDS, self.expire_files),
             Duty("expire uploads", EXPIRE_SECONDS, self.expire_uploads),
             Duty("forget uploads", FORGET_SECONDS, self.forget_uploads),
+            Duty("forget webhooks", FORGET_SECONDS, self.forget_webhooks),
         )
 
     def run(self, orders: Orders) -> None:
@@ -43,3 +44,7 @@ class Expiry:
 
     def forget_uploads(self) -> None:
         uploads.forget(self.services.db, self.services.storage)
+
+    def forget_webhooks(self) -> None:
+        with self.services.db.session() as session:
+            outbox.forget(session)

@@ -10,6 +10,7 @@ from core import hints, jobs, nodes, scheduler
 from core import log as logging
 from core.services import Services
 from core.settings import Settings
+from workers.courier import Courier
 from workers.duties import Duty, beside, keep
 from workers.expiry import Expiry
 from workers.orders import Orders, obey_signals
@@ -81,7 +82,11 @@ def main() -> None:
     logging.setup(settings.log_level)
     orders = Orders()
     obey_signals(orders)
-    with Services(settings) as services, beside(Expiry(services).run, "expiry"):
+    with (
+        Services(settings) as services,
+        beside(Expiry(services).run, "expiry"),
+        beside(Courier(services).run, "courier"),
+    ):
         log.info("upkeep is up")
         Upkeep(services).run(orders)
 

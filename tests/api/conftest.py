@@ -95,7 +95,8 @@ def quiet_logs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def live(tmp_path_factory) -> Iterator[Live]:
-    settings = Settings(data_dir=tmp_path_factory.mktemp("api"), max_file_bytes=MAX_FILE_BYTES)
+    folder = tmp_path_factory.mktemp("api")
+    settings = Settings(data_dir=folder, max_file_bytes=MAX_FILE_BYTES, webhook_networks="127.0.0.0/8")
     schema.upgrade(settings.database)
     with broker.running(settings), Services(settings) as services, running(services) as url:
         with services.db.session() as session:

@@ -22,6 +22,10 @@ ROUTES = [
     ("DELETE", "/v1/models/a/b"), ("POST", "/v1/uploads"), ("GET", "/v1/uploads/upload-1"),
     ("GET", "/v1/uploads/upload-1/parts"), ("POST", "/v1/uploads/upload-1/parts"),
     ("POST", "/v1/uploads/upload-1/complete"), ("POST", "/v1/uploads/upload-1/cancel"),
+    ("GET", "/v1/webhook_endpoints"), ("POST", "/v1/webhook_endpoints"), ("GET", "/v1/webhook_event_types"),
+    ("GET", "/v1/webhook_endpoints/whe-1"), ("POST", "/v1/webhook_endpoints/whe-1"),
+    ("DELETE", "/v1/webhook_endpoints/whe-1"), ("POST", "/v1/webhook_endpoints/whe-1/rotate_secret"),
+    ("POST", "/v1/webhook_endpoints/whe-1/test"), ("GET", "/v1/webhook_endpoints/whe-1/deliveries"),
     ("GET", "/v1/nodes"), ("GET", "/v1/keys"), ("POST", "/v1/keys"), ("DELETE", "/v1/keys/key-1"),
 ]  # fmt: skip
 

@@ -13,9 +13,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, select, text
 
-from core import schema
+from core import outbox, schema
 from core.db import Database, open_engine
 from core.models import Base, Model, database_now
+from core.states import JobState
 from tests import make
 from tests.conftest import _administer
 
@@ -42,6 +43,7 @@ def test_a_schema_with_rows_in_it_goes_down_and_up_again(database: Database, dat
         make.node(session)
         make.file(session, expires_at=1.0)
         make.upload(session)
+        outbox.announce(session, make.job(session, state=JobState.FAILED, project_id=make.webhook(session).project_id))
         make.model(session)
         job = make.job(session)
         make.checkpoint(session, job, 10)

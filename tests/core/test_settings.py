@@ -18,6 +18,7 @@ from core.settings import Settings, complaints
         pytest.param("TRAINSHED_ADMIN_KEY", "sixteen and white", id="a key that no header can carry"),
         pytest.param("TRAINSHED_LOG_LEVEL", "loud", id="a level that is none"),
         pytest.param("TRAINSHED_SLOTS", "0", id="no slot"),
+        pytest.param("TRAINSHED_WEBHOOK_NETWORKS", "127.0.0.0/8,10.0.0.1/8", id="an address where a network belongs"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named_without_its_value(monkeypatch, variable, value):

@@ -1,0 +1,145 @@
+"""What is to be told is written with what it tells, and is sent at least once, by one sender at a time."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from core import jobs, outbox
+from core.db import Database
+from core.models import WebhookDelivery, database_now
+from core.outbox import Errand
+from core.states import JobState
+from tests import make
+
+
+def messages(session: Session) -> list[WebhookDelivery]:
+    return list(session.scalars(select(WebhookDelivery).order_by(WebhookDelivery.type)))
+
+
+def test_the_end_of_a_job_is_told_to_those_of_its_project_who_want_to_know(session: Session) -> None:
+    make.node(session)
+    everything = make.webhook(session)
+    make.webhook(session, event_types=["job.failed"])
+    make.webhook(session, project_id=make.project(session).id)
+    job = make.job(session, state=JobState.RUNNING, labels={"team": "a"})
+    jobs.move(session, job.id, JobState.SUCCEEDED, fence=1, result_model="mine")
+    openai, ours = messages(session)
+    assert {openai.endpoint_id, ours.endpoint_id} == {everything.id}
+    told = json.loads(openai.body)
+    assert (told["type"], told["object"], told["data"]) == ("fine_tuning.job.succeeded", "event", {"id": job.id})
+    assert json.loads(ours.body)["data"] == {
+        "id": job.id, "kind": "pretrain", "name": None, "labels": {"team": "a"}, "state": "succeeded", "model": "mine",
+        "error_code": None,
+    }  # fmt: skip
+
+
+def test_a_step_on_the_way_is_not_told(session: Session) -> None:
+    make.node(session)
+    make.webhook(session)
+    job = make.job(session, state=JobState.RUNNING)
+    jobs.move(session, job.id, JobState.PAUSING, fence=1)
+    assert messages(session) == []
+
+
+class PowerCutError(Exception):
+    pass
+
+
+def test_what_did_not_become_true_is_not_told(database: Database) -> None:
+    with database.session() as session:
+        make.webhook(session)
+        job = make.job(session)
+
+    with suppress(PowerCutError), database.session() as session:
+        jobs.move(session, job.id, JobState.CANCELLED)
+        assert len(messages(session)) == 2
+        raise PowerCutError
+    with database.reading() as session:
+        assert messages(session) == []
+
+
+def one_message(database: Database) -> str:
+    with database.session() as session:
+        endpoint = make.webhook(session, event_types=["job.cancelled"])
+        jobs.move(session, make.job(session).id, JobState.CANCELLED)
+        return session.scalars(select(WebhookDelivery.id).where(WebhookDelivery.endpoint_id == endpoint.id)).one()
+
+
+def take(database: Database, *busy: str) -> list[Errand]:
+    with database.session() as session:
+        return outbox.take(session, busy=busy, most=10)
+
+
+def come_due(database: Database) -> None:
+    with database.session() as session:
+        due = update(WebhookDelivery).where(WebhookDelivery.due_at.is_not(None))
+        session.execute(due.values(due_at=database_now() - 1))
+
+
+def test_a_message_is_one_senders_until_that_has_been_silent_for_too_long(database: Database) -> None:
+    message = one_message(database)
+    (first,) = take(database)
+    assert take(database) == []
+    come_due(database)
+    assert take(database, first.endpoint.id) == []
+    (second,) = take(database)
+    assert [(errand.id, errand.attempt) for errand in (first, second)] == [(message, 1), (message, 2)]
+    with database.session() as session:
+        # The first comes back after all, and has nothing to say any more.
+        outbox.failed(session, first, "late", for_good=True)
+        outbox.delivered(session, second)
+    with database.reading() as session:
+        row = session.get_one(WebhookDelivery, message)
+        assert (row.due_at, row.last_error) == (None, None)
+        assert row.delivered_at is not None
+
+
+def test_a_message_is_sent_again_after_growing_waits_for_three_days_and_no_longer(database: Database) -> None:
+    message = one_message(database)
+    for _ in outbox.WAITS:
+        (errand,) = take(database)
+        with database.session() as session:
+            assert outbox.failed(session, errand, "it answered 500")
+        assert take(database) == []
+        come_due(database)
+    (errand,) = take(database)
+    with database.session() as session:
+        assert not outbox.failed(session, errand, "it answered 500")
+    come_due(database)
+    assert take(database) == []
+    with database.reading() as session:
+        row = session.get_one(WebhookDelivery, message)
+        assert (row.due_at, row.delivered_at, row.last_error) == (None, None, "it answered 500")
+    waits = [outbox.wait_after(attempt, 0.0) for attempt in range(1, len(outbox.WAITS) + 1)]
+    assert waits == sorted(waits)
+    assert 72 * 3600 < sum(waits) < 80 * 3600
+
+
+def test_one_endpoint_with_much_to_hear_keeps_no_other_waiting(database: Database) -> None:
+    with database.session() as session:
+        busy = make.webhook(session, event_types=["job.cancelled"])
+        for _ in range(5):
+            jobs.move(session, make.job(session).id, JobState.CANCELLED)
+    other = one_message(database)
+    errands = take(database)
+    # That endpoint heard of the last job too, but each is told one at a time.
+    assert len(errands) == 2
+    assert {errand.endpoint.id for errand in errands} > {busy.id}
+    assert other in {errand.id for errand in errands}
+
+
+def test_what_became_of_a_message_is_kept_for_a_week(database: Database) -> None:
+    old, waiting = one_message(database), one_message(database)
+    with database.session() as session:
+        long_ago = database_now() - outbox.KEPT_SECONDS - 1
+        session.execute(update(WebhookDelivery).values(created_at=long_ago))
+        session.execute(update(WebhookDelivery).where(WebhookDelivery.id == old).values(due_at=None))
+        outbox.forget(session)
+    with database.reading() as session:
+        left = {message.id for message in messages(session)}
+    assert old not in left
+    assert waiting in left

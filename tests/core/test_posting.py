@@ -1,0 +1,148 @@
+"""Where a message may go that somebody else addressed: the public internet, and networks that the operator names."""
+
+from __future__ import annotations
+
+import datetime
+import ssl
+from collections.abc import Iterator
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from core import posting
+from core.errors import InvalidRequest
+from core.posting import UnreachableError, may_reach
+from tests.fakes.receiver import Receiver, receiving
+
+HERE = (ip_network("127.0.0.0/8"), ip_network("::1/128"))
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.216.34", True), ("2606:2800:220:1::1", True), ("::ffff:93.184.216.34", True),
+        ("127.0.0.1", False), ("127.8.9.10", False), ("0.0.0.0", False), ("10.1.2.3", False), ("172.31.0.1", False),
+        ("192.168.1.1", False), ("169.254.169.254", False), ("100.64.0.1", False), ("224.0.0.1", False),
+        ("255.255.255.255", False), ("192.0.0.8", False), ("198.18.0.1", False),
+        ("::1", False), ("::", False), ("fe80::1%eth0", False), ("fd00:ec2::254", False), ("ff02::1", False),
+        ("fec0::1", False),
+        ("::ffff:127.0.0.1", False), ("::ffff:169.254.169.254", False), ("64:ff9b::7f00:1", False),
+        ("2002:7f00:1::", False), ("2001:0:7f00:1::", False),
+    ],
+)  # fmt: skip
+def test_an_address_is_reached_if_it_is_public(address: str, public: bool) -> None:
+    assert may_reach(address, ()) is public
+
+
+def test_a_network_that_the_operator_names_is_reached_too() -> None:
+    networks = (ip_network("10.1.0.0/16"),)
+    assert may_reach("10.1.255.255", networks)
+    assert may_reach("::ffff:10.1.0.1", networks)
+    assert not may_reach("10.2.0.0", networks)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "hook", "//host/hook", "ftp://host/", "file:///etc/passwd", "https://", "https:///hook", "http://[::1",
+        "http://host:0/", "http://host:99999/", "http://user:secret@host/", "http://host@other/", "http://host/#part",
+        "http://host/a b", "http://host/\r\nx: y", "http://höst/", "http://host/" + "x" * 2048,
+        "http://127.0.0.1/", "http://localhost:8642/", "http://a.localhost/", "http://[::1]/", "http://[::ffff:7f00:1]/",
+        "http://169.254.169.254/latest/meta-data/",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_posted_to_is_refused_by_its_looks(url: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        posting.check_url(url, ())
+    assert refused.value.param == "url"
+
+
+@pytest.mark.parametrize("url", ["https://example.com/hook?a=b", "http://example.com:8080", "https://93.184.216.34/"])
+def test_a_url_of_the_public_internet_is_taken(url: str) -> None:
+    posting.check_url(url, ())
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as receiver:
+        yield receiver
+
+
+def post(url: str, networks: tuple = HERE, seconds: float = 10) -> int:
+    return posting.post(url, body=b'{"a":1}', headers={"webhook-id": "msg-1"}, networks=networks, seconds=seconds)
+
+
+def test_a_message_arrives_as_it_was_and_the_status_is_told(receiver: Receiver) -> None:
+    receiver.answers = [418]
+    assert post(receiver.url + "?a=b") == 418
+    message = receiver.next()
+    assert (message.path, message.body) == ("/hook?a=b", b'{"a":1}')
+    assert message.headers["webhook-id"] == "msg-1"
+    assert message.headers["Host"] == receiver.url.split("/")[2]
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.1", "2130706433", "0x7f.1", "[::ffff:127.0.0.1]"])
+def test_a_name_is_checked_by_the_address_that_it_has_when_it_is_used(receiver: Receiver, host: str) -> None:
+    url = receiver.url.replace("localhost", host)
+    with pytest.raises(UnreachableError, match="TRAINSHED_WEBHOOK_NETWORKS"):
+        post(url, networks=())
+    assert receiver.came.empty()
+
+
+def test_a_redirect_is_not_followed(receiver: Receiver) -> None:
+    with receiving() as inside:
+        receiver.answers, receiver.location = [307], inside.url
+        assert post(receiver.url) == 307
+        assert inside.came.empty()
+
+
+def test_an_answer_that_comes_a_little_at_a_time_has_no_more_time_than_another(receiver: Receiver) -> None:
+    receiver.silent = True
+    with pytest.raises(UnreachableError, match=r"did not answer within 0\.3 s"):
+        post(receiver.url, seconds=0.3)
+
+
+def test_nobody_there_and_no_such_name_are_told(receiver: Receiver) -> None:
+    with pytest.raises(UnreachableError, match="refused"):
+        post("http://127.0.0.1:1/")
+    with pytest.raises(UnreachableError, match="can't be resolved"):
+        post("http://nothing.invalid/")
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate that says to be localhost, with its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.2"))])
+    made = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(names, critical=False).sign(key, hashes.SHA256())
+    )  # fmt: skip
+    form = serialization.PrivateFormat.PKCS8
+    secret = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    path = tmp_path / "certificate.pem"
+    path.write_bytes(made.public_bytes(serialization.Encoding.PEM) + secret)
+    return path
+
+
+def test_tls_is_spoken_to_whom_the_url_names_and_to_nobody_else(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with receiving(context) as receiver:
+        with pytest.raises(UnreachableError, match="certificate"):
+            post(receiver.url)
+        monkeypatch.setattr(posting, "_ssl_context", lambda: ssl.create_default_context(cafile=str(certificate)))
+        assert post(receiver.url) == 204
+        assert receiver.next().body == b'{"a":1}'
+        with pytest.raises(UnreachableError, match="certificate"):
+            post(receiver.url.replace("localhost", "127.0.0.1"))
