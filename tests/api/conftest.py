@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
@@ -93,15 +94,21 @@ def quiet_logs() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-@pytest.fixture(scope="session")
-def live(tmp_path_factory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp("api")
-    settings = Settings(data_dir=folder, max_file_bytes=MAX_FILE_BYTES, webhook_networks="127.0.0.0/8")
+@contextmanager
+def served(data_dir: Path) -> Iterator[Live]:
+    """An API with a database, a broker and a models directory of its own."""
+    settings = Settings(data_dir=data_dir, max_file_bytes=MAX_FILE_BYTES, webhook_networks="127.0.0.0/8")
     schema.upgrade(settings.database)
     with broker.running(settings), Services(settings) as services, running(services) as url:
         with services.db.session() as session:
             keys.ensure_admin(session, None)
         yield Live(url, services)
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory) -> Iterator[Live]:
+    with served(tmp_path_factory.mktemp("api")) as live:
+        yield live
 
 
 @pytest.fixture

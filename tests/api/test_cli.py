@@ -10,11 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from api.cli import Exit, app
-from core import keys, schema
-from core.services import Services
-from core.settings import Settings
 from tests.api import driving
-from tests.api.conftest import Live, running
+from tests.api.conftest import Live, served
 
 SPEC = driving.spec("corpus.txt", name="tiny")
 
@@ -111,15 +108,11 @@ def test_files_keys_models_and_nodes(live, trainshed, spec, http):
     assert f"node-{job}" in trainshed("nodes")
 
 
-def test_empty_lists_say_what_would_fill_them_and_scripts_read_nothing(trainshed, tmp_path, monkeypatch):
-    # With a database and a models directory of its own: the other tests' service may have bases for everyone.
-    settings = Settings(data_dir=tmp_path / "shed")
-    settings.data_dir.mkdir()
-    schema.upgrade(settings.database)
-    with Services(settings) as services, running(services) as url:
-        with services.db.session() as session:
-            monkeypatch.setenv("TRAINSHED_API_KEY", keys.ensure_admin(session, None) or "")
-        monkeypatch.setenv("TRAINSHED_URL", url)
+def test_empty_lists_say_what_would_fill_them_and_scripts_read_nothing(trainshed, tmp_path_factory, monkeypatch):
+    # The other tests' service may have bases for everyone.
+    with served(tmp_path_factory.mktemp("empty")) as live:
+        monkeypatch.setenv("TRAINSHED_URL", live.url)
+        monkeypatch.setenv("TRAINSHED_API_KEY", live.key())
         assert_lists_are_empty(trainshed)
 
 
