@@ -139,13 +139,15 @@ def preview_file(
         return
     console = Console()
     for example in seen["data"]:
-        for shown in example["choices"] or filter(None, (example, example["rejected"])):
-            console.print(rendered(shown), soft_wrap=True)
+        parts = example["choices"] or filter(None, (example, example["rejected"]))
+        for number, shown in enumerate(parts):
+            console.print(rendered(shown, is_right=number == example["answer"]), soft_wrap=True)
 
 
-def rendered(example: Json) -> Text:
-    """One example of a preview."""
+def rendered(example: Json, *, is_right: bool) -> Text:
+    """One example of a preview, or one choice of a question."""
     said = f": {example['message']}" if example["message"] else f", {example['tokens']} tokens"
+    said += ", the right choice" if is_right else ""
     text = Text.assemble((f"line {example['line']}, {example['fate']}{said}\n", "bold"))
     for span in example["spans"]:
         text.append(*((f"[{span['text']}]", "green") if span["trained"] else (span["text"], "")))

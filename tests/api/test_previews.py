@@ -107,6 +107,7 @@ def test_questions_are_reported_and_each_choice_is_seen(http, live, key, monkeyp
     monkeypatch.setenv("TRAINSHED_API_KEY", key)
     shown = CliRunner().invoke(app, ["files", "preview", file, "--base", BASE, "--line", "2"])
     assert shown.stdout.count("line 2, kept") == 2
+    assert shown.stdout.index("[ a]") < shown.stdout.index("the right choice") < shown.stdout.index("[ bc]")
 
 
 def test_unasked_a_report_reads_rows_as_long_as_a_jobs(http, live):
