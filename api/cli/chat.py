@@ -41,7 +41,7 @@ def chat(
     given: Json = {name: value for name, value in options.items() if value is not None}
     first: list[Json] = [{"role": "system", "content": system}] if system else []
     with client(context) as trainshed:
-        if message is None and sys.stdin.isatty():
+        if message is None and at_a_terminal():
             converse(trainshed, model, first, given, as_json=as_json)
             return
         said = sys.stdin.read().strip() if message is None else message
@@ -82,11 +82,16 @@ def answer(trainshed: Client, model: str, messages: list[Json], options: Json, *
             typer.echo(piece, nl=False)
             reply += piece
     except KeyboardInterrupt:
-        if not sys.stdin.isatty():
+        if not at_a_terminal():
             raise
         typer.echo(" …", nl=False)
     typer.echo()
     return reply
+
+
+def at_a_terminal() -> bool:
+    """Whether somebody sits there, who may say more."""
+    return sys.stdin.isatty()
 
 
 def ask() -> str:

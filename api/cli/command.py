@@ -23,4 +23,5 @@ for name, part in {"files": files, "models": models, "keys": keys}.items():
 
 
 def main() -> None:
-    app()
+    # By its name however it was started: shells complete a command by the name that they know.
+    app(prog_name=completion.NAME)

@@ -10,6 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from api.cli import Exit, app
+from api.cli.outcomes import Fault
+from api.client import ApiError, Damaged, Unreachable
 from tests.api import driving
 from tests.api.conftest import Live, served
 
@@ -212,6 +214,28 @@ def test_without_a_key_one_is_told_where_to_get_it(trainshed, monkeypatch):
 def test_a_spec_that_cannot_be_submitted_says_why(trainshed, tmp_path, content, said):
     (tmp_path / "job.json").write_text(content)
     assert said in trainshed("submit", "job.json", code=Exit.USAGE)
+
+
+OUTCOMES = {
+    Exit.REFUSED: ApiError(404, {"message": "there is none", "code": "not_found"}, "req-1"),
+    Exit.UNREACHABLE: Unreachable("no server answers"),
+    Exit.DAMAGED: Damaged("a is not what the manifest says"),
+    Exit.INTERRUPTED: KeyboardInterrupt(),
+    Exit.USAGE: Fault("that is no URL", Exit.USAGE),
+}
+
+
+@pytest.mark.parametrize("code", OUTCOMES, ids=lambda code: code.name)
+@pytest.mark.parametrize("command", ["show job-1", "download job-1", "nodes", "files list", "chat m -m hi"])
+def test_whatever_goes_wrong_wherever_has_its_code(trainshed, monkeypatch, command, code):
+    def wrong(self, *_: object, **__: object) -> None:
+        raise OUTCOMES[code]
+
+    for name in ("job", "download", "nodes", "files", "chat_stream"):
+        monkeypatch.setattr(f"api.client.Client.{name}", wrong)
+    said = trainshed(*command.split(), code=code)
+    assert str(OUTCOMES[code]) in said
+    assert "Traceback" not in said
 
 
 def test_with_json_an_error_is_json_too_apart_from_the_answer(trainshed):

@@ -175,6 +175,22 @@ def test_the_command_line_says_the_answer_as_it_comes(live, sdk, key) -> None:
     assert (told.exit_code, told.output) == (0, expected + "\n")
 
 
+def test_a_conversation_on_the_command_line_knows_what_was_said_until_it_begins_anew(live, key, sdk, base, monkeypatch):
+    monkeypatch.setattr("api.cli.chat.at_a_terminal", lambda: True)
+    told = CliRunner().invoke(
+        app, ["chat", BASE, "--temperature", "0", "--max-tokens", "20"], input="Hi\nAnd?\n\n/new\nHi\n/exit\nno more\n",
+        env={"TRAINSHED_URL": live.url, "TRAINSHED_API_KEY": key},
+    )  # fmt: skip
+    messages, answers = [], []
+    for said in ("Hi", "And?"):
+        messages.append({"role": "user", "content": said})
+        answer = sdk.chat.completions.create(model=BASE, messages=messages, temperature=0, max_tokens=20)
+        answers.append(answer.choices[0].message.content)
+        messages.append({"role": "assistant", "content": answers[-1]})
+    assert told.exit_code == 0, told.output
+    assert told.stdout == f"> {answers[0]}\n> {answers[1]}\n> > > {answers[0]}\n> "
+
+
 def test_a_seed_and_a_stop_text_do_as_they_say(sdk) -> None:
     asked = {"model": BASE, "prompt": "Tell me", "temperature": 1.0, "top_p": 0.9, "max_tokens": 40}
     first = sdk.completions.create(**asked, seed=3, n=2)
