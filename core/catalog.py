@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,12 @@ from core.keys import Account
 from core.models import Checkpoint, CheckpointPermission, Job, Model
 from core.resolve import BaseFacts
 from core.states import TERMINAL
-from engine import families
+from engine import families, inventory
 from engine.config import ModelShape, RunConfig
+from engine.inventory import InvalidWeights
 
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 CHECKPOINT, ADAPTER = "checkpoint:", "adapter:"
-_MAX_HEADER_BYTES = 100_000_000
-"""safetensors' own limit."""
 
 
 def get(session: Session, owner: Account, name: str, *, models: Path) -> Model:
@@ -41,6 +40,8 @@ def get(session: Session, owner: Account, name: str, *, models: Path) -> Model:
     folder = models / name
     if _FOLDER.fullmatch(name) and _is_model(folder):
         return _of_folder(name, folder)
+    if _is_within(models, name):
+        raise InvalidModel(f"The folder {name!r} {_no_model(models / name)}", param="model")
     raise NotFound(
         f"There is no model {name!r}; GET /v1/models lists what there is. A folder in the models directory is a model.",
         param="model",
@@ -210,8 +211,11 @@ def inspect(folder: Path) -> ModelShape:
     shape = shape_of(folder)
     if not (folder / "tokenizer.json").is_file():
         raise InvalidModel(f"{folder.name} has no tokenizer.json; save its tokenizer there in the fast format.")
-    for path in _weights(folder):
-        _check_length(path)
+    try:
+        inventory.check(folder, shape)
+    except (InvalidWeights, OSError) as error:
+        raise InvalidModel(f"{error}.") from error
+    _check_tokenizer(folder, shape)
     return shape
 
 
@@ -243,6 +247,29 @@ def _named(session: Session, project_id: str, name: str) -> Model | None:
 
 def _is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file()
+
+
+def _is_within(models: Path, name: str) -> bool:
+    """Whether the models directory has a folder of this name, whatever is in it."""
+    try:
+        return not {"/", "\\"} & set(name) and name not in {".", ".."} and (models / name).is_dir()
+    except (OSError, ValueError):
+        # Too long a name, or one that no file can have.
+        return False
+
+
+def _no_model(folder: Path) -> str:
+    """Why a folder is not a model, and what to do."""
+    if not _FOLDER.fullmatch(folder.name):
+        return "can't be a model: name it with letters, digits, dots, hyphens and underscores, the first no sign."
+    if (folder / "snapshots").is_dir():
+        return (
+            "is of Hugging Face's cache: link one of its snapshots into the models directory by another name, or fetch "
+            "the model with hf download --local-dir."
+        )
+    if (folder / "adapter_config.json").is_file():
+        return "has an adapter alone; merge it into its base, as peft's merge_and_unload does, and save that here."
+    return "has no config.json; it must be a model in Hugging Face layout."
 
 
 def _of_folder(name: str, folder: Path) -> Model:
@@ -306,49 +333,52 @@ def _named_result(session: Session, owner: Account, name: str, job_id: str) -> M
     return Model(id=name, project_id=owner.project_id, job_id=job_id, source=result.source, shape=result.shape)
 
 
-def _weights(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(_json(index)["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise InvalidModel(f"{folder.name}/{index.name} is damaged; copy it again.") from error
-        if any(not isinstance(name, str) or not _FOLDER.fullmatch(name) for name in names):
-            raise InvalidModel(f"{folder.name}/{index.name} names files outside its folder.")
-    else:
-        names = ["model.safetensors"]
-    for name in names:
-        if not (folder / name).is_file():
-            raise InvalidModel(
-                f"{folder.name} has no {name}; weights must be safetensors (pickled .bin files are not read)."
-            )
-    return [folder / name for name in names]
-
-
 def _json(path: Path) -> Any:
     """What a file of JSON holds; ValueError, by its name, where it can't be read."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path.name}: {error.strerror}; the service must be able to read it") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is damaged; copy it again ({type(error).__name__}: {error})") from error
 
 
-def _check_length(path: Path) -> None:
-    """Compare the file's length with what its header promises: finds a download that broke off."""
-    name = f"{path.parent.name}/{path.name}"
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER_BYTES + 1
-        if length > min(_MAX_HEADER_BYTES, size - 8):
-            raise InvalidModel(f"{name} is cut short, or no safetensors file; copy it again.")
-        try:
-            header = json.loads(file.read(length))
-            ends = [int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__"]
-        except (ValueError, KeyError, AttributeError, TypeError, IndexError, RecursionError) as error:
-            raise InvalidModel(f"{name} has a damaged header; copy it again.") from error
-    end = max(ends, default=0)
-    if 8 + length + end != size:
-        raise InvalidModel(f"{name} has {size:,} bytes where its header promises {8 + length + end:,}; copy it again.")
+_OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+def _check_tokenizer(folder: Path, shape: ModelShape) -> None:
+    """What a tokenizer's files say as JSON; whether their library takes them too shows once a job reads its data."""
+    for name in _OBJECTS:
+        path = folder / name
+        if path.is_file():
+            status = path.stat()
+            entries = _entries_of(path, status.st_mtime_ns, status.st_size)
+            if entries > shape.vocab_size:
+                raise InvalidModel(
+                    f"{folder.name}/{name} has {entries} entries, and config.json says vocab_size={shape.vocab_size}: "
+                    "there are no rows for the others. Take out what was added, or give the model rows and save it, as "
+                    "transformers' resize_token_embeddings does."
+                )
+
+
+@lru_cache(maxsize=256)
+def _entries_of(path: Path, mtime_ns: int, size: int) -> int:
+    """How many tokens a file has that is a tokenizer.json, or 0. Such a file is large, and seldom another one."""
+    try:
+        said = _json(path)
+        if not isinstance(said, dict):
+            raise ValueError(f"{path.name}: it must hold one JSON object")
+    except ValueError as error:
+        raise InvalidModel(f"{path.parent.name}/{error}") from error
+    if path.name != "tokenizer.json":
+        return 0
+    try:
+        vocab, added = said["model"]["vocab"], said.get("added_tokens") or ()
+        # A list of pairs in a Unigram model, whose places are the ids.
+        tokens = set(vocab) if isinstance(vocab, dict) else {pair[0] for pair in vocab}
+        return len(tokens | {token["content"] for token in added})
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise InvalidModel(
+            f"{path.parent.name}/tokenizer.json is no tokenizer in the fast format; save it with transformers' "
+            "AutoTokenizer."
+        ) from error

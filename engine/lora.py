@@ -30,14 +30,16 @@ from engine import tensorfile
 from engine.comm import gather_tokens, sum_parts
 from engine.config import Lora, ModelShape
 from engine.dropout import Draw, dropout
+from engine.fused import joined, parted
 from engine.gather import merged, wholes
+from engine.inventory import InvalidWeights
 from engine.ledger import Ledger
 from engine.linear import ColumnLinear, RowLinear
 from engine.model import Decoder, generator_of, whole_shapes
-from engine.naming import Stored, joined, module_stored, naming_of, parted
+from engine.naming import Stored, module_stored, naming_of
 from engine.placement import Placement, empty_local, place, placement_of
 from engine.together import together
-from engine.weights import Folder, InvalidWeights
+from engine.weights import Folder
 
 TARGETS = {
     "q": "self_attn.q_proj",

@@ -1,15 +1,12 @@
-"""What our tensors are called in a family's files and how they lie there, as data; and the ways there and back.
+"""What a model's tensors are, what they are called in a family's files and how they lie there, as data.
 
-Inside, every family has llama's names. Which file holds what is `engine.weights`' business.
+Inside, every family has llama's names. Pure: part of the engine's contract, without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-
-import torch
-from torch import Tensor
 
 from engine.config import ModelShape
 
@@ -93,28 +90,6 @@ class Stored:
         theirs = (outputs * self.parts, *inputs)
         return theirs[::-1] if self.transposed else theirs
 
-    def read(
-        self, window: Callable[[int, int, int], Tensor], ours: tuple[int, ...], dim: int, start: int, length: int
-    ) -> Tensor:
-        """Our indices `start` to `start + length` of `dim`, of a tensor of shape `ours` as a whole.
-
-        `window(dim, start, length)` is a part of the file's tensor; no more is read than what holds ours.
-        """
-        at = len(ours) - 1 - dim if self.transposed else dim
-        if self.parts == 1:
-            return self._turned(window(at, start, length))
-        assert dim == 0, "parts lie along the outputs"
-        first, last = start // self.block, -(-(start + length) // self.block)
-        within = start - first * self.block
-        if last - first == 1:
-            return self._turned(window(at, (first * self.parts + self.part) * self.block + within, length))
-        group = self.parts * self.block
-        several = self._turned(window(at, first * group, (last - first) * group))
-        return parted(several, self)[self.part][within : within + length]
-
-    def _turned(self, tensor: Tensor) -> Tensor:
-        return tensor.t() if self.transposed else tensor
-
 
 def naming_of(shape: ModelShape) -> Naming:
     """How the files of this shape's family name what is ours."""
@@ -150,29 +125,48 @@ def with_prefix(shape: ModelShape, name: str) -> str:
     return name if name.startswith((prefix, f"{OUTPUT}.")) else prefix + name
 
 
-def to_files(shape: ModelShape, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Our global tensors as those of the family's files; what shares a file's tensor is held until all parts came."""
-    waiting: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in tensors:
-        there = stored(shape, name)
-        if there.parts > 1:
-            parts = waiting.setdefault(there.name, {})
-            parts[there.part] = tensor
-            if len(parts) < there.parts:
-                continue
-            del waiting[there.name]
-            tensor = joined([parts[number] for number in range(there.parts)], there)
-        yield there.name, tensor.t() if there.transposed and tensor.dim() == 2 else tensor
-    assert not waiting, "a part of a tensor never came"
+Sizes = tuple[int, ...]
 
 
-def joined(parts: list[Tensor], there: Stored) -> Tensor:
-    """Tensors whose first dim are outputs, as they lie together."""
-    blocks = [part.reshape(-1, there.block, *part.shape[1:]) for part in parts]
-    return torch.stack(blocks, dim=1).flatten(0, 2)
+def shapes_of(shape: ModelShape) -> dict[str, Sizes]:
+    """Our name and the shape of each tensor of a whole model, as `engine.model` makes them."""
+    vocabulary = (shape.vocab_size, shape.hidden_size)
+    found: dict[str, Sizes] = {"model.embed_tokens.weight": vocabulary}
+    if shape.family.positions == "learned":
+        found["model.embed_positions.weight"] = (shape.max_seq_len, shape.hidden_size)
+    if shape.family.embed_norm:
+        found |= _norm(shape, "model.embed_norm")
+    for layer in range(shape.num_layers):
+        found |= {f"model.layers.{layer}.{name}": sizes for name, sizes in _of_layer(shape).items()}
+    found |= _norm(shape, "model.norm")
+    return found if shape.tie_embeddings else found | {f"{OUTPUT}.weight": vocabulary}
 
 
-def parted(tensor: Tensor, there: Stored) -> list[Tensor]:
-    """The parts of what `joined` put together."""
-    blocks = tensor.reshape(-1, there.parts, there.block, *tensor.shape[1:])
-    return [part.flatten(0, 1) for part in blocks.unbind(1)]
+def _of_layer(shape: ModelShape) -> dict[str, Sizes]:
+    hidden, inner = shape.hidden_size, shape.ffn_hidden_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    inward, outward = shape.attention_bias != "none", shape.attention_bias == "all"
+    matrices = {
+        "self_attn.q_proj": (queries, hidden, inward),
+        "self_attn.k_proj": (keys, hidden, inward),
+        "self_attn.v_proj": (keys, hidden, inward),
+        "self_attn.o_proj": (hidden, queries, outward),
+        "mlp.gate_proj": (inner, hidden, shape.mlp_bias),
+        "mlp.up_proj": (inner, hidden, shape.mlp_bias),
+        "mlp.down_proj": (hidden, inner, shape.mlp_bias),
+    }
+    if "gate" not in shape.family.matrices:
+        del matrices["mlp.gate_proj"]
+    found = _norm(shape, "input_layernorm") | _norm(shape, "post_attention_layernorm")
+    for name, (outputs, inputs, has_bias) in matrices.items():
+        found[f"{name}.weight"] = (outputs, inputs)
+        if has_bias:
+            found[f"{name}.bias"] = (outputs,)
+    if shape.qk_norm:
+        found |= {f"self_attn.{name}.weight": (shape.head_dim,) for name in ("q_norm", "k_norm")}
+    return found
+
+
+def _norm(shape: ModelShape, module: str) -> dict[str, Sizes]:
+    parts = ("weight", "bias") if shape.family.norm == "layer" else ("weight",)
+    return {f"{module}.{part}": (shape.hidden_size,) for part in parts}

@@ -7,7 +7,7 @@ with it the tokenizer's.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,28 +17,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine import tensorfile
+from engine import inventory, tensorfile
 from engine.config import ModelShape
 from engine.families import shape_of_config
+from engine.fused import read, to_files
 from engine.gather import wholes
-from engine.model import Decoder, whole_shapes
-from engine.naming import OUTPUT, Stored, naming_of, stored, to_files, with_prefix
+from engine.inventory import EMBEDDING, HEAD, INDEX, SINGLE, InvalidWeights, shown
+from engine.model import Decoder
+from engine.naming import Stored, stored, with_prefix
 from engine.placement import Placement, placement_of
+from engine.together import together
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-EMBEDDING, HEAD = "model.embed_tokens.weight", f"{OUTPUT}.weight"
 SHARD_BYTES = 5 * 10**9
 """Largest file written, as `transformers` splits; one tensor may exceed it."""
-
-
-class InvalidWeights(ValueError):
-    """The folder's tensors are not those of the model; the message names the file or tensor."""
-
-
-def shown(path: Path) -> str:
-    """A file of a model's folder, for people: where the folder lies on this host is nothing to them."""
-    return f"{path.parent.name}/{path.name}"
 
 
 def read_shape(directory: Path) -> ModelShape:
@@ -62,31 +53,32 @@ def read_dtype(directory: Path) -> torch.dtype:
 def load(decoder: Decoder, directory: Path) -> None:
     """Fill the decoder's parameters, each rank reading its own piece, in the decoder's dtype.
 
-    Adapters are left as they are. Raises InvalidWeights, on every rank alike, where a file is damaged, a tensor is
-    missing, unknown or of another shape, or where a tied model's `lm_head.weight` is not its embedding.
+    Adapters are left as they are. Raises InvalidWeights where a file is damaged, a tensor is missing, unknown or of
+    another shape, is no number, or where a tied model's `lm_head.weight` is not its embedding; then no rank goes on.
     """
-    shapes = whole_shapes(decoder.shape)
-    with Folder(directory, decoder.shape) as folder, torch.no_grad():
-        unknown = folder.unknown(shapes)
-        if decoder.shape.tie_embeddings and HEAD in unknown:
-            unknown.remove(HEAD)
-            if not torch.equal(folder.whole(HEAD), folder.whole(EMBEDDING)):
-                raise InvalidWeights(
-                    f"{HEAD} differs from {stored(decoder.shape, EMBEDDING).name}, but tie_word_embeddings is true; "
-                    f"set it to false in config.json, or leave {HEAD} out"
-                )
-        if unknown:
-            raise InvalidWeights(
-                f"{directory.name}: tensor {min(unknown)} is not part of the model; is config.json its own?"
-            )
-        for name, shape in shapes.items():
-            folder.check(name, shape)
+    inventory.check(directory, decoder.shape)
+    with together(decoder.mesh), Folder(directory, decoder.shape) as folder, torch.no_grad():
+        if (
+            decoder.shape.tie_embeddings
+            and folder.has(HEAD)
+            and not torch.equal(folder.whole(HEAD), folder.whole(EMBEDDING))
+        ):
+            raise InvalidWeights(inventory.untied(decoder.shape))
         for name, parameter in decoder.mesh.stopwatch.whereabouts.through(decoder.named_parameters()):
             if ".adapter." in name:
                 continue
             placement = placement_of(parameter)
             parameter.zero_()
             placement.true_part(parameter).copy_(folder.piece(name, placement))
+            # Else the first loss would not be finite, and the data be blamed for it. A row that only ids look up does
+            # no harm as long as no text has that id, and is found by the line where one has.
+            looked_up = name == EMBEDDING and not decoder.shape.tie_embeddings
+            if not looked_up and not parameter.isfinite().all():
+                own = stored(decoder.shape, name).name
+                raise InvalidWeights(
+                    f"{directory.name}: {own} has NaN or infinity among its values, so the model was broken before it "
+                    "was saved; take an earlier one"
+                )
 
 
 def whole_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -180,16 +172,17 @@ class Folder:
 
     def __enter__(self) -> Folder:
         # By the name that a file should have used: its own, and where it lies.
-        self._where = {with_prefix(self.model, name): (name, file) for name, file in self._located().items()}
+        self._where = {
+            with_prefix(self.model, name): (name, file) for name, file in inventory.located(self.directory).items()
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def unknown(self, ours: Iterable[str]) -> set[str]:
-        """Names in the files of what belongs to none of our parameters."""
-        known = {stored(self.model, name).name for name in ours}
-        return {name for name in self._where.keys() - known if not name.endswith(naming_of(self.model).ignored)}
+    def has(self, name: str) -> bool:
+        """Whether our tensor is in the files."""
+        return stored(self.model, name).name in self._where
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of our whole tensor, as the file has it."""
@@ -211,8 +204,8 @@ class Folder:
         there, whole = stored(self.model, name), placement.shape
         self.check(name, whole)
         if placement.dim is None:
-            return there.read(partial(self._window, there.name), whole, 0, 0, whole[0])
-        return there.read(partial(self._window, there.name), whole, placement.dim, placement.start, placement.length)
+            return read(there, partial(self._window, there.name), whole, 0, 0, whole[0])
+        return read(there, partial(self._window, there.name), whole, placement.dim, placement.start, placement.length)
 
     def whole(self, name: str) -> Tensor:
         """Our whole tensor."""
@@ -231,18 +224,6 @@ class Folder:
             raise InvalidWeights(f"{self.directory.name}: tensor {name} is missing{hint}")
         own, file = self._where[name]
         return self._file(file).get_slice(own)
-
-    def _located(self) -> Mapping[str, str]:
-        index = self.directory / INDEX
-        if index.is_file():
-            try:
-                where: Mapping[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise InvalidWeights(f"{shown(index)} is damaged: it has no weight_map that can be read") from error
-            if strange := [file for file in where.values() if Path(file).name != file]:
-                raise InvalidWeights(f"{shown(index)}: {strange[0]!r} is not a file of the folder")
-            return where
-        return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
 
     def _file(self, file: str) -> Any:
         if file not in self._files:

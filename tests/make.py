@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from sqlalchemy import select, update
@@ -169,6 +172,27 @@ def model(session: Session, id: str = "tiny", **columns: Any) -> Model:
     session.add(row)
     session.flush()
     return row
+
+
+def tokenizer(size: int, *added: str) -> bytes:
+    """As much of a tokenizer.json as tells how many entries it has."""
+    tokens = [{"id": size + number, "content": text} for number, text in enumerate(added)]
+    return json.dumps({"model": {"vocab": {str(id): id for id in range(size)}}, "added_tokens": tokens}).encode()
+
+
+WIDTHS = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I32": 4, "U8": 1, "F8_E4M3": 1}
+"""Bytes of a number, by what safetensors calls its type."""
+
+
+def weights(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """A safetensors file of zeros, given type and shape of each tensor: length of the header, header, data."""
+    said: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, sizes) in tensors.items():
+        start, end = end, end + WIDTHS[dtype] * prod(sizes)
+        said[name] = {"dtype": dtype, "shape": sizes, "data_offsets": [start, end]}
+    described = json.dumps(said).encode()
+    return len(described).to_bytes(8, "little") + described + bytes(end)
 
 
 def _take_slots(session: Session, job: Job) -> None:

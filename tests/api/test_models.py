@@ -1,10 +1,12 @@
 """Models over HTTP, in OpenAI's shapes: folders found by name, results of jobs, names with slashes."""
 
 import json
-import struct
 
 import pytest
 
+from engine.families import shape_of_config
+from engine.naming import shapes_of
+from tests import make
 from tests.api import driving
 from tests.api.test_requests import envelope
 
@@ -13,11 +15,12 @@ CONFIG = {
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 260,
     "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
 }  # fmt: skip
-EMPTY_SAFETENSORS = struct.pack("<Q", 2) + b"{}"
 MODEL = {
     "model/config.json": json.dumps(CONFIG).encode(),
-    "model/model.safetensors": EMPTY_SAFETENSORS,
-    "model/tokenizer.json": b"{}",
+    "model/model.safetensors": make.weights(
+        {name: ("F32", sizes) for name, sizes in shapes_of(shape_of_config(CONFIG)).items()}
+    ),
+    "model/tokenizer.json": make.tokenizer(260),
 }
 
 

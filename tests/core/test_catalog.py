@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from core import catalog
 from core.errors import Forbidden, InvalidModel, InvalidSpec, NotFound
 from core.keys import DEFAULT_PROJECT, Account
 from core.states import JobState
+from engine.naming import shapes_of
 from tests import make
+from tests.make import tokenizer, weights
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,10 +33,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def weights(values: int = 4) -> bytes:
-    """A safetensors file of some fp32 values: length of the header, header, data."""
-    header = json.dumps({"w": {"dtype": "F32", "shape": [values], "data_offsets": [0, 4 * values]}}).encode()
-    return len(header).to_bytes(8, "little") + header + bytes(4 * values)
+WHOLE = {name: ("F32", sizes) for name, sizes in shapes_of(make.shape()).items()}
+"""What the model of `CONFIG` is made of."""
+NORM = "model.norm.weight"
 
 
 def header(content: bytes) -> bytes:
@@ -46,7 +48,8 @@ def folder(models: Path, name: str = "tiny", **files: bytes | None) -> Path:
     path = models / name
     path.mkdir(parents=True)
     contents = {
-        "config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}", "model.safetensors": weights(),
+        "config.json": json.dumps(CONFIG).encode(), "tokenizer.json": tokenizer(260),
+        "model.safetensors": weights(WHOLE),
     }  # fmt: skip
     for file, content in (contents | {key.replace("__", "."): value for key, value in files.items()}).items():
         if content is not None:
@@ -95,9 +98,48 @@ def test_a_name_never_leads_out_of_the_models_directory(
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({"model__safetensors": weights()[:-1]}, "tiny/model.safetensors has"),
-        ({"model__safetensors": weights() + b"x"}, "tiny/model.safetensors has"),
-        ({"model__safetensors": weights()[:20]}, "tiny/model.safetensors is cut short"),
+        ({"model__safetensors": weights(WHOLE)[:-1]}, "tiny/model.safetensors is damaged or cut short"),
+        ({"model__safetensors": weights(WHOLE) + b"x"}, "tiny/model.safetensors is damaged or cut short"),
+        ({"model__safetensors": weights(WHOLE)[:20]}, "tiny/model.safetensors is cut short"),
+        ({"model__safetensors": b"version https://git-lfs.github.com/spec/v1\n"}, "git lfs pull"),
+        (
+            {"model__safetensors": weights({**WHOLE, "w": ("F32", (1,))})},
+            "tensor w is not part of the model; config.json",
+        ),
+        ({"model__safetensors": weights({k: v for k, v in WHOLE.items() if k != NORM})}, f"tensor {NORM} is missing"),
+        (
+            {"model__safetensors": weights({k.removeprefix("model."): v for k, v in WHOLE.items()})},
+            "tensor embed_tokens.weight is not part of the model; model.embed_tokens.weight is missing",
+        ),
+        (
+            {"model__safetensors": weights({**WHOLE, "model.layers.0.mlp.up_proj.lora_A.weight": ("F32", (1,))})},
+            "merge_and_unload",
+        ),
+        (
+            {"model__safetensors": weights({**WHOLE, NORM: ("F32", (4, 4))})},
+            f"{NORM} has shape [4, 4]; config.json says [16]",
+        ),
+        (
+            {"model__safetensors": weights({**WHOLE, NORM: ("F64", (16,))})},
+            f"{NORM} is F64, and only F32, BF16, F16 can",
+        ),
+        ({"model__safetensors": weights({**WHOLE, NORM: ("U8", (16,))})}, "before quantisation"),
+        ({"model__safetensors": weights({**WHOLE, NORM: ("F8_E4M3", (16,))})}, "before quantisation"),
+        (
+            {"config__json": json.dumps(CONFIG | {"num_hidden_layers": 3}).encode()},
+            "model.layers.2.input_layernorm.weight",
+        ),
+        (
+            {"config__json": json.dumps(CONFIG | {"tie_word_embeddings": False}).encode()},
+            "set tie_word_embeddings to true",
+        ),
+        ({"config__json": b"\xef\xbb\xbf" + json.dumps(CONFIG).encode()}, "tiny/config.json is damaged"),
+        ({"tokenizer__json": b"{"}, "tiny/tokenizer.json is damaged"),
+        ({"tokenizer__json": b"{}"}, "tiny/tokenizer.json is no tokenizer in the fast format"),
+        ({"tokenizer__json": tokenizer(260, "[PAD]")}, "has 261 entries, and config.json says vocab_size=260"),
+        ({"tokenizer_config__json": b"[]"}, "tiny/tokenizer_config.json: it must hold one JSON object"),
+        ({"special_tokens_map__json": b"{"}, "tiny/special_tokens_map.json is damaged"),
+        ({"generation_config__json": b""}, "tiny/generation_config.json is damaged"),
         ({"model__safetensors": b""}, "tiny/model.safetensors is cut short"),
         ({"model__safetensors": (5).to_bytes(8, "little") + b"nojso"}, "damaged header"),
         ({"model__safetensors": b"\x80\x02}q\x00." * 10}, "tiny/model.safetensors is cut short, or no safetensors"),
@@ -129,20 +171,83 @@ def test_what_is_wrong_with_a_base_is_said_by_the_files_name(
 
 
 def test_each_file_of_a_sharded_base_is_looked_at(tmp_path: Path) -> None:
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    first, second = {name: WHOLE[name] for name in list(WHOLE)[::2]}, {name: WHOLE[name] for name in list(WHOLE)[1::2]}
+    where = {name: "model-1.safetensors" for name in first} | {name: "model-2.safetensors" for name in second}
     path = folder(tmp_path, model__safetensors=None)
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (path / "model-1.safetensors").write_bytes(weights())
-    with pytest.raises(InvalidModel, match=r"no model-2\.safetensors"):
+
+    def say(weight_map: object) -> None:
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    say(where)
+    (path / "model-1.safetensors").write_bytes(weights(first))
+    with pytest.raises(InvalidModel, match=r"tiny/model-2\.safetensors is not there"):
         catalog.inspect(path)
-    (path / "model-2.safetensors").write_bytes(weights()[:-4])
-    with pytest.raises(InvalidModel, match=r"tiny/model-2\.safetensors has"):
+    (path / "model-2.safetensors").write_bytes(weights(second)[:-4])
+    with pytest.raises(InvalidModel, match=r"tiny/model-2\.safetensors is damaged"):
         catalog.inspect(path)
-    (path / "model-2.safetensors").write_bytes(weights())
+    (path / "model-2.safetensors").write_bytes(weights(second))
     assert catalog.inspect(path) == make.shape()
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret"}}))
-    with pytest.raises(InvalidModel, match="outside"):
+    say({**where, NORM: "model-1.safetensors", "model.embed_tokens.weight": "model-2.safetensors"})
+    with pytest.raises(InvalidModel, match=r"index\.json has model\.\S+ in model-\d\.safetensors, and it is not there"):
         catalog.inspect(path)
+    say({name: file for name, file in where.items() if name != NORM})
+    with pytest.raises(InvalidModel, match=f"tensor {NORM} is missing"):
+        catalog.inspect(path)
+    say({})
+    with pytest.raises(InvalidModel, match="is missing"):
+        catalog.inspect(path)
+    for outside in ("../secret", "/etc/passwd", "sub/w", 5):
+        say({"a": outside})
+        with pytest.raises(InvalidModel, match="outside"):
+            catalog.inspect(path)
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        pytest.param({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, id="fewer bytes than its shape needs"),
+        pytest.param({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}, id="a size below zero"),
+        pytest.param({"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}, id="an end before its beginning"),
+        pytest.param({"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}, id="a hole"),
+        pytest.param({"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}, id="a size that is no integer"),
+        pytest.param({"shape": [1], "data_offsets": [0, 4]}, id="no type"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_damaged(tmp_path: Path, described: dict[str, Any]) -> None:
+    path = folder(tmp_path, model__safetensors=header(json.dumps({"w": described}).encode()) + bytes(4))
+    with pytest.raises(InvalidModel, match=r"tiny/model\.safetensors has a damaged header"):
+        catalog.inspect(path)
+
+
+def test_an_output_layer_of_its_own_in_a_tied_model_is_told_from_a_copy(tmp_path: Path) -> None:
+    embedding = WHOLE["model.embed_tokens.weight"]
+    path = folder(tmp_path, model__safetensors=weights({**WHOLE, "lm_head.weight": embedding}))
+    assert catalog.inspect(path) == make.shape()
+    content = bytearray((path / "model.safetensors").read_bytes())
+    # The last tensor's first byte.
+    content[-4 * prod(embedding[1])] = 1
+    (path / "model.safetensors").write_bytes(content)
+    with pytest.raises(InvalidModel, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        catalog.inspect(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "says"),
+    [
+        ("two words", "config.json", "letters, digits"),
+        ("models--org--name", "snapshots/0/config.json", "hf download"),
+        ("mine", "adapter_config.json", "merge_and_unload"),
+        ("mine", "notes.txt", "no config.json"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_told_why(
+    session: Session, owner: Account, tmp_path: Path, name: str, inside: str, says: str
+) -> None:
+    (tmp_path / name / inside).parent.mkdir(parents=True)
+    (tmp_path / name / inside).write_text("{}")
+    with pytest.raises(InvalidModel, match=says) as refusal:
+        catalog.facts(session, owner, name, models=tmp_path)
+    assert refusal.value.param == "model.base"
 
 
 def test_a_result_is_named_after_its_job_and_seen_by_its_project_only(

@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine import alibi, weights
+from engine import alibi, inventory, weights
 from engine import lora as adapters
 from engine.comm import TensorAxis
 from engine.config import Lora, Parallel
+from engine.inventory import InvalidWeights
 from engine.placement import shard
 from engine.plan import memory
-from engine.weights import Folder, InvalidWeights
+from engine.weights import Folder
 from tests.engine.net import nets, ranks
 from tests.engine.net.test_traits import OTHERS, theirs
 from tests.engine.net.test_weights import assert_same_bits, tensors
@@ -36,8 +37,8 @@ FUSED = {"gpt2": "c_attn", "bloom": "query_key_value"}
 
 def restored(folder: Path, change: Any) -> None:
     """Write the folder's tensors anew, changed."""
-    stored = load_file(folder / weights.SINGLE)
-    save_file(change(stored), folder / weights.SINGLE, metadata={"format": "pt"})
+    stored = load_file(folder / inventory.SINGLE)
+    save_file(change(stored), folder / inventory.SINGLE, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,7 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from engine import lora as adapters
 from engine.batch import IGNORE, Batch
 from engine.config import Lora
-from engine.naming import to_files
+from engine.fused import to_files
+from engine.model import whole_shapes
+from engine.naming import shapes_of
 from engine.optimizer import kind_of
 from engine.plan import memory
 from engine.sampling import Sampling, choose
@@ -148,6 +150,12 @@ def test_greedy_tokens_also_beyond_the_window_are_those_of_transformers(
         got.append(choose(logits, Sampling(temperature=0), Random()))
         pending = torch.tensor([got[-1:]])
     assert got == expected.tolist()
+
+
+@pytest.mark.parametrize("changes", SHAPES, ids=NAMES)
+def test_the_service_knows_the_tensors_that_a_decoder_has(changes: dict[str, Any]) -> None:
+    shape = nets.shape(**changes)
+    assert shapes_of(shape) == whole_shapes(shape)
 
 
 @pytest.mark.parametrize("changes", SHAPES, ids=NAMES)

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from engine import weights
+from engine import inventory, weights
 from engine.config import Parallel
 from engine.families import config_of
+from engine.inventory import InvalidWeights
 from engine.model import Decoder
-from engine.weights import InvalidWeights
 from tests.engine.net import nets, ranks
 from tests.worlds import World
 
@@ -113,7 +113,7 @@ def test_pieces_with_an_index_are_read_and_written(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "pieces", max_shard_size="20KB")
     model = nets.loaded(tmp_path / "pieces")
     weights.write(model, tmp_path / "ours", weights.whole_state(model), torch.float32, shard_bytes=20_000)
-    index = json.loads((tmp_path / "ours" / weights.INDEX).read_text())
+    index = json.loads((tmp_path / "ours" / inventory.INDEX).read_text())
     assert len(set(index["weight_map"].values())) > 1
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in theirs.state_dict().values())
     assert_same_bits(tensors(tmp_path / "ours"), tensors(tmp_path / "whole"))
@@ -123,12 +123,12 @@ def test_pieces_with_an_index_are_read_and_written(tmp_path: Path) -> None:
 
 def test_an_extra_output_tensor_of_a_tied_model_is_fine_where_it_is_the_embedding(tmp_path: Path) -> None:
     llama(tmp_path, tie_word_embeddings=True)
-    stored = load_file(tmp_path / weights.SINGLE)
+    stored = load_file(tmp_path / inventory.SINGLE)
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
-    save_file(stored, tmp_path / weights.SINGLE, metadata={"format": "pt"})
+    save_file(stored, tmp_path / inventory.SINGLE, metadata={"format": "pt"})
     assert nets.loaded(tmp_path).lm_head is None
     stored["lm_head.weight"] += 1
-    save_file(stored, tmp_path / weights.SINGLE, metadata={"format": "pt"})
+    save_file(stored, tmp_path / inventory.SINGLE, metadata={"format": "pt"})
     with pytest.raises(InvalidWeights, match=r"lm_head\.weight differs"):
         nets.loaded(tmp_path)
 
@@ -145,17 +145,30 @@ def test_an_extra_output_tensor_of_a_tied_model_is_fine_where_it_is_the_embeddin
 )  # fmt: skip
 def test_tensors_that_are_not_the_models_are_refused_by_name(spoil: Any, message: str, tmp_path: Path) -> None:
     llama(tmp_path)
-    stored = load_file(tmp_path / weights.SINGLE)
+    stored = load_file(tmp_path / inventory.SINGLE)
     spoil(stored)
-    save_file(stored, tmp_path / weights.SINGLE, metadata={"format": "pt"})
+    save_file(stored, tmp_path / inventory.SINGLE, metadata={"format": "pt"})
     with pytest.raises(InvalidWeights, match=message) as refusal:
         nets.loaded(tmp_path)
     assert str(tmp_path) not in str(refusal.value), "users are told the folder, not where it lies on the host"
 
 
+def test_weights_that_are_no_numbers_are_told_by_name_and_not_left_to_the_data(tmp_path: Path) -> None:
+    llama(tmp_path)
+    stored = load_file(tmp_path / inventory.SINGLE)
+    # A row that nothing looks up does no harm.
+    stored["model.embed_tokens.weight"][3] = torch.nan
+    save_file(stored, tmp_path / inventory.SINGLE, metadata={"format": "pt"})
+    nets.loaded(tmp_path)
+    stored["model.layers.1.mlp.up_proj.weight"][2, 1] = torch.inf
+    save_file(stored, tmp_path / inventory.SINGLE, metadata={"format": "pt"})
+    with pytest.raises(InvalidWeights, match=r"layers\.1\.mlp\.up_proj\.weight has NaN or infinity"):
+        nets.loaded(tmp_path)
+
+
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     llama(tmp_path)
-    path = tmp_path / weights.SINGLE
+    path = tmp_path / inventory.SINGLE
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(InvalidWeights, match=r"model\.safetensors is damaged or cut short") as refusal:
         nets.loaded(tmp_path)
@@ -170,7 +183,7 @@ def test_the_index_is_the_authority(tmp_path: Path) -> None:
     first.rename(tmp_path / "moved.safetensors")
     with pytest.raises(InvalidWeights, match=f"{first.name} is not there"):
         nets.loaded(tmp_path / "pieces")
-    index = tmp_path / "pieces" / weights.INDEX
+    index = tmp_path / "pieces" / inventory.INDEX
     index.write_text(index.read_text().replace(first.name, "../moved.safetensors"))
     with pytest.raises(InvalidWeights, match="not a file of the folder"):
         nets.loaded(tmp_path / "pieces")
