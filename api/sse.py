@@ -184,7 +184,6 @@ class Streams:
         self.closed = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
         self.keyring = Keyring(services, self.spawn, self._wake_all)
-        self.keyring = Keyring(services, self.spawn, self._wake_all)
 
     async def listen(self, job_id: str, *, after: int, key_id: str) -> AsyncIterator[bytes]:
         """Frames of everything after `after`, in order, each once, until the job has ended or the key is closed."""

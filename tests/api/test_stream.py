@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -17,7 +17,11 @@ from core.services import Services
 from tests.api import driving
 from tests.api.conftest import DEADLINE_SECONDS, running, wait_for
 
-LISTENERS = 20
+LISTENERS = 200
+
+
+def key_id(secret: str) -> str:
+    return f"key-{secret.split('_')[1]}"
 
 
 def by_the_standard(text: str) -> list[dict[str, str]]:
@@ -90,28 +94,43 @@ def test_an_id_that_was_never_ours_starts_from_the_beginning(live, http, tmp_pat
     assert by_the_standard(http.get(f"/v1/jobs/{job}/stream", headers=headers).text)[0]["id"] == "1"
 
 
-def test_many_listeners_hear_each_event_once_while_it_happens(live, http, key):
+def test_two_hundred_listeners_hear_each_event_once_while_it_happens_and_one_that_reads_nothing_stops_nobody(
+    live, http, key
+):
     job = driving.submit(http)["id"]
     fence = driving.claim(live.services, job)
-    everyone_is_there = threading.Barrier(LISTENERS + 1)
+    headers = {"authorization": f"Bearer {key}"}
 
-    def listen(_):
-        with Client(live.url, key) as client:
-            heard = []
-            for event in client.follow(job):
-                if not heard:
-                    everyone_is_there.wait(DEADLINE_SECONDS)
-                heard.append(event)
-            return [event.id for event in heard]
-
-    with ThreadPoolExecutor(LISTENERS) as pool:
-        listening = pool.map(listen, range(LISTENERS))
-        everyone_is_there.wait(DEADLINE_SECONDS)
+    def train() -> None:
         driving.record(live.services, job, fence, driving.started(50))
         for number in range(1, 51):
             driving.record(live.services, job, fence, driving.step(number))
         driving.succeed(live.services, job, fence)
-        heard = list(listening)
+
+    async def scenario() -> list[list[str]]:
+        everyone_is_there = asyncio.Barrier(LISTENERS + 1)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=live.url, headers=headers, timeout=DEADLINE_SECONDS, limits=limits) as to:
+
+            async def listen() -> list[str]:
+                ids = []
+                async with to.stream("GET", f"/v1/jobs/{job}/stream") as answer:
+                    async for line in answer.aiter_lines():
+                        if line.startswith("id: "):
+                            if not ids:
+                                await everyone_is_there.wait()
+                            ids.append(line.removeprefix("id: "))
+                return ids
+
+            listening = [asyncio.create_task(listen()) for _ in range(LISTENERS)]
+            async with asyncio.timeout(3 * DEADLINE_SECONDS):
+                await everyone_is_there.wait()
+                await asyncio.to_thread(train)
+                return await asyncio.gather(*listening)
+
+    with socket.create_connection(httpx.URL(live.url).netloc.decode().split(":"), timeout=DEADLINE_SECONDS) as deaf:
+        deaf.sendall(f"GET /v1/jobs/{job}/stream HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n\r\n".encode())
+        heard = asyncio.run(scenario())
     # queued, starting, running, started, 50 steps, finished, succeeded
     expected = [*map(str, range(1, 57)), "56-done"]
     assert heard == [expected] * LISTENERS
@@ -192,7 +211,7 @@ def test_text_from_training_data_cannot_forge_a_frame(live, http):
     assert json.loads(warning["data"])["message"] == forged
 
 
-def test_one_reader_serves_all_listeners_of_a_job_and_leaves_with_the_last(live, http):
+def test_one_reader_serves_all_listeners_of_a_job_and_leaves_with_the_last(live, http, key):
     job = driving.submit(http)["id"]
     looks = []
 
@@ -203,7 +222,7 @@ def test_one_reader_serves_all_listeners_of_a_job_and_leaves_with_the_last(live,
 
     async def scenario() -> None:
         streams = Counting(live.services)
-        listeners = [streams.listen(job, after=0) for _ in range(LISTENERS)]
+        listeners = [streams.listen(job, after=0, key_id=key_id(key)) for _ in range(LISTENERS)]
         for listener in listeners:
             assert await anext(listener) == sse.PING
             assert b"id: 1\n" in await anext(listener)
@@ -218,7 +237,7 @@ def test_one_reader_serves_all_listeners_of_a_job_and_leaves_with_the_last(live,
     assert len(looks) < LISTENERS
 
 
-def test_a_listener_far_behind_is_brought_up_from_the_table(live, http, monkeypatch):
+def test_a_listener_far_behind_is_brought_up_from_the_table(live, http, key, monkeypatch):
     monkeypatch.setattr(sse, "RECENT", 3)
     monkeypatch.setattr(sse, "PAGE", 4)
     job = driving.submit(http)["id"]
@@ -226,14 +245,14 @@ def test_a_listener_far_behind_is_brought_up_from_the_table(live, http, monkeypa
 
     async def scenario() -> list[str]:
         streams = sse.Streams(live.services)
-        slow = streams.listen(job, after=0)
+        slow = streams.listen(job, after=0, key_id=key_id(key))
         await anext(slow)
         first = await anext(slow)
         record = [driving.started(20), *(driving.step(number) for number in range(1, 21))]
         await asyncio.to_thread(driving.record, live.services, job, fence, *record)
         await asyncio.to_thread(driving.succeed, live.services, job, fence)
         # Others read on meanwhile, so the reader has long dropped what the slow one wants next.
-        async for _ in streams.listen(job, after=0):
+        async for _ in streams.listen(job, after=0, key_id=key_id(key)):
             pass
         rest = [chunk async for chunk in slow]
         await streams.ended()
