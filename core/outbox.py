@@ -35,7 +35,9 @@ KEPT_SECONDS = 7 * 24 * 3600.0
 
 def announce(session: Session, job: Job) -> None:
     """A job has just ended: write a message to each endpoint of its project that wants to know."""
-    types = {f"{family}.{job.state}" for family in webhooks.FAMILIES}
+    # A job from scratch has no base, and so is none of OpenAI's.
+    families = (webhooks.OURS,) if job.base_model is None else (webhooks.OPENAI, webhooks.OURS)
+    types = {f"{family}.{job.state}" for family in families}
     bodies: dict[str, str] = {}
     listening = select(WebhookEndpoint.id, WebhookEndpoint.event_types).where(
         WebhookEndpoint.project_id == job.project_id
@@ -51,13 +53,13 @@ def announce(session: Session, job: Job) -> None:
 def sample(type_: str, now: float) -> str:
     """A message as `announce` writes it, of no job."""
     data = {"id": "job-000000000000000000000000"}
-    if not type_.startswith("fine_tuning."):
+    if not type_.startswith(webhooks.OPENAI):
         data |= {"state": type_.rpartition(".")[2]}
     return _body(type_, data, int(now))
 
 
 def _data(type_: str, job: Job) -> dict[str, Any]:
-    if type_.startswith("fine_tuning."):
+    if type_.startswith(webhooks.OPENAI):
         return {"id": job.id}
     return {
         "id": job.id,

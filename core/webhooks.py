@@ -26,9 +26,9 @@ from core.paging import Page
 from core.settings import Network
 from core.states import TERMINAL
 
-FAMILIES = ("fine_tuning.job", "job")
-"""OpenAI's word for what became of a job, and ours, which says more of it. Both are for every job."""
-EVENT_TYPES = tuple(f"{family}.{state}" for family in FAMILIES for state in sorted(TERMINAL))
+OPENAI, OURS = "fine_tuning.job", "job"
+"""How types begin: of OpenAI's messages, for what its routes call fine-tunes, and of ours, for every job."""
+EVENT_TYPES = tuple(f"{family}.{state}" for family in (OPENAI, OURS) for state in sorted(TERMINAL))
 MOST_ENDPOINTS = 20
 """Of one project: each end of a job writes a row for each."""
 OLD_SECRET_STAYS = timedelta(hours=24)

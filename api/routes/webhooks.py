@@ -106,7 +106,7 @@ def list_event_types(owner: OwnerDep) -> EventTypeList:
     """List what an endpoint can be told.
 
     `fine_tuning.job.…` are OpenAI's messages, with the job's id; `job.…` also say its name, labels, model and, of one
-    that failed, the code of its error. Both are for every job.
+    that failed, the code of its error. The former are for jobs that have a base, the latter for every job.
     """
     return EventTypeList(data=list(webhooks.EVENT_TYPES))
 

@@ -11,10 +11,13 @@ from core import webhooks
 from core.models import WebhookDelivery, WebhookEndpoint, database_now
 from tests.api import driving
 from tests.api.conftest import wait_for
+from tests.api.test_models import base
 from tests.api.test_requests import envelope
 from tests.fakes.receiver import receiving
 from workers.courier import Courier
 from workers.duties import beside
+
+__all__ = ["base"]
 
 ENDS = ["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
 
@@ -57,8 +60,8 @@ def test_endpoints_are_made_listed_changed_and_deleted(sdk, http):
         sdk.webhooks.retrieve(first.id)
 
 
-def ended(live, http, how):
-    job = driving.submit(http)["id"]
+def ended(live, http, how, base):
+    job = driving.submit(http, kind="finetune", model={"base": base}, tokenizer={"from": "base"})["id"]
     if how == "cancelled":
         http.post(f"/v1/jobs/{job}/cancel")
     else:
@@ -68,12 +71,13 @@ def ended(live, http, how):
 
 
 @pytest.mark.parametrize("how", ["succeeded", "failed", "cancelled"])
-def test_the_end_of_a_job_arrives_signed(live, http, sdk, courier, receiver, how):
+def test_the_end_of_a_job_arrives_signed(live, http, sdk, courier, receiver, base, how):
     endpoint = sdk.webhooks.create(name="ci", url=receiver.url, event_types=ENDS)
-    job = ended(live, http, how)
+    job = ended(live, http, how, base)
     message = receiver.next()
     event = sdk.webhooks.unwrap(message.body, message.headers, secret=endpoint.signing_secret)
     assert (event.type, event.data.id, event.object) == (f"fine_tuning.job.{how}", job, "event")
+    assert sdk.fine_tuning.jobs.retrieve(event.data.id).status == how
     with pytest.raises(openai.InvalidWebhookSignatureError):
         sdk.webhooks.unwrap(message.body + b" ", message.headers, secret=endpoint.signing_secret)
     (told,) = wait_for(
@@ -95,11 +99,11 @@ def come_due(live, endpoint):
         session.execute(due.values(due_at=database_now()))
 
 
-def test_what_did_not_arrive_is_sent_again_under_the_same_id(live, http, sdk, courier, receiver):
+def test_what_did_not_arrive_is_sent_again_under_the_same_id(live, http, sdk, courier, receiver, base):
     receiver.answers = [500, 302]
     receiver.location = "http://169.254.169.254/"
     endpoint = sdk.webhooks.create(name="ci", url=receiver.url, event_types=["job.cancelled"])
-    ended(live, http, "cancelled")
+    ended(live, http, "cancelled", base)
     came = [receiver.next()]
     for attempt, status in enumerate((500, 302), start=1):
         (waiting,) = wait_for(lambda: [one for one in deliveries(http, endpoint.id) if one["last_error"]])
@@ -113,10 +117,10 @@ def test_what_did_not_arrive_is_sent_again_under_the_same_id(live, http, sdk, co
     assert json.loads(came[0].body)["data"]["state"] == "cancelled"
 
 
-def test_an_endpoint_that_is_gone_hears_nothing_more_of_it(live, http, sdk, courier, receiver):
+def test_an_endpoint_that_is_gone_hears_nothing_more_of_it(live, http, sdk, courier, receiver, base):
     receiver.answers = [410]
     endpoint = sdk.webhooks.create(name="ci", url=receiver.url, event_types=ENDS)
-    ended(live, http, "cancelled")
+    ended(live, http, "cancelled", base)
     (told,) = wait_for(lambda: [one for one in deliveries(http, endpoint.id) if one["last_error"]])
     assert (told["status"], told["next_attempt_at"]) == ("given_up", None)
 

@@ -25,7 +25,7 @@ def test_the_end_of_a_job_is_told_to_those_of_its_project_who_want_to_know(sessi
     everything = make.webhook(session)
     make.webhook(session, event_types=["job.failed"])
     make.webhook(session, project_id=make.project(session).id)
-    job = make.job(session, state=JobState.RUNNING, labels={"team": "a"})
+    job = make.job(session, state=JobState.RUNNING, labels={"team": "a"}, base_model="tiny")
     jobs.move(session, job.id, JobState.SUCCEEDED, fence=1, result_model="mine")
     openai, ours = messages(session)
     assert {openai.endpoint_id, ours.endpoint_id} == {everything.id}
@@ -35,6 +35,12 @@ def test_the_end_of_a_job_is_told_to_those_of_its_project_who_want_to_know(sessi
         "id": job.id, "kind": "pretrain", "name": None, "labels": {"team": "a"}, "state": "succeeded", "model": "mine",
         "error_code": None,
     }  # fmt: skip
+
+
+def test_a_job_from_scratch_is_no_fine_tune(session: Session) -> None:
+    make.webhook(session)
+    jobs.move(session, make.job(session).id, JobState.CANCELLED)
+    assert [message.type for message in messages(session)] == ["job.cancelled"]
 
 
 def test_a_step_on_the_way_is_not_told(session: Session) -> None:
@@ -56,7 +62,7 @@ def test_what_did_not_become_true_is_not_told(database: Database) -> None:
 
     with suppress(PowerCutError), database.session() as session:
         jobs.move(session, job.id, JobState.CANCELLED)
-        assert len(messages(session)) == 2
+        assert len(messages(session)) == 1
         raise PowerCutError
     with database.reading() as session:
         assert messages(session) == []

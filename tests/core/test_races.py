@@ -12,11 +12,11 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core import events, files, jobs, keys, metrics, scheduler
+from core import events, files, jobs, keys, metrics, scheduler, webhooks
 from core.db import Database
 from core.errors import InvalidMove
 from core.keys import Account
-from core.models import ApiKey, Job, JobEvent, Slot
+from core.models import ApiKey, Job, JobEvent, Slot, WebhookDelivery
 from core.settings import Settings
 from core.states import JobState
 from core.storage import Storage
@@ -195,3 +195,19 @@ def test_a_file_that_a_new_job_needs_is_not_deleted_under_it(
         )
         assert isinstance(created, str) != (deleted is None)
         assert storage.exists(f"files/{file_id}") == isinstance(created, str)
+
+
+def test_a_job_ends_whether_or_not_a_webhook_endpoint_is_deleted_at_that_moment(
+    database: Database, owner: Account
+) -> None:
+    with database.session() as session:
+        endpoint = make.webhook(session).id
+        job_id = make.job(session).id
+    ended, gone = at_once(
+        database,
+        lambda session: jobs.cancel(session, owner, job_id).state,
+        lambda session: webhooks.delete(session, owner, endpoint),
+    )
+    assert (ended, gone) == (S.CANCELLED, None)
+    with database.reading() as session:
+        assert session.scalars(select(WebhookDelivery.id)).all() == []
