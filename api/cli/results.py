@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,8 @@ from api.client import Json
 app = typer.Typer()
 PANEL = "Results"
 CURVE_HEIGHT = 12
+MOST_POINTS = 10_000
+"""As many of each series as the server gives at once."""
 
 FromStep = Annotated[int | None, typer.Option(min=0, help="From this step on.")]
 ToStep = Annotated[int | None, typer.Option(min=0, help="Up to this step.")]
@@ -73,22 +76,33 @@ def metrics(
     name: Names = None,
     from_step: FromStep = None,
     to_step: ToStep = None,
-    points: Annotated[int, typer.Option(min=2, max=10_000, help="At most so many of each.")] = 20,
+    points: Annotated[int, typer.Option(min=2, max=MOST_POINTS, help="At most so many of each.")] = 20,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print a job's numbers over steps, thinned: first, last and extremes stay."""
+    """Print a job's numbers over steps, so many of each at even distances; with --json, first, last and extremes."""
     with client(context) as trainshed:
         found = trainshed.metrics(
             job, names=name or ["loss", "validation_loss", "lr", "grad_norm", "tokens_per_second"],
-            from_step=from_step, to_step=to_step, max_points=points,
+            from_step=from_step, to_step=to_step, max_points=points if as_json else MOST_POINTS,
         )  # fmt: skip
     if as_json:
         show_json(found)
         return
     there = {name: dict(map(tuple, points)) for name, points in found["series"].items() if points}
-    steps = sorted({step for series in there.values() for step in series})
-    rows: list[Json] = [{"step": step} | {name: series.get(step) for name, series in there.items()} for step in steps]
+    rows: list[Json] = [
+        {"step": step} | {name: series.get(step) for name, series in there.items()}
+        for step in even(there.values(), points)
+    ]
     show_table(rows, {name: name for name in ["step", *there]}, none="Nothing of it has been measured yet.")
+
+
+def even(series: Iterable[Mapping[int, float]], most: int) -> list[int]:
+    """Steps at even distances, the first and the last among them; of what was measured seldom, all."""
+    chosen: set[int] = set()
+    for steps in map(sorted, series):
+        last = len(steps) - 1
+        chosen |= set(steps if last < most else (steps[round(last * at / (most - 1))] for at in range(most)))
+    return sorted(chosen)
 
 
 @app.command(rich_help_panel=PANEL)

@@ -40,8 +40,8 @@ def ready(trainshed: Client, spec: Spec, *, quiet: bool) -> Json:
         for file in local:
             sent = trainshed.upload(file.path, purpose=file.purpose, reuse=True, report=transfers.report)
             ids[file.param] = sent["id"]
-            if not quiet and not transfers.shown:
-                typer.echo(f"{file.path} is {sent['id']}", err=True)
+    for file in () if quiet else local:
+        typer.echo(f"{file.path} is {ids[file.param]}", err=True)
     return replaced(spec.asked, ids)
 
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from api.cli import Exit, app
 from api.cli.outcomes import Fault
+from api.cli.results import even
 from api.client import ApiError, Damaged, Unreachable
 from tests.api import driving
 from tests.api.conftest import Live, served
@@ -324,6 +325,19 @@ def test_what_comes_through_a_pipe_is_one_message_to_a_model(trainshed, monkeypa
     assert trainshed("chat", "m", input="What\nnow?\n") == "I see.\n"
     assert said.pop() == ["What\nnow?"]
     assert "nothing to say" in trainshed("chat", "m", input="", code=Exit.USAGE)
+
+
+@pytest.mark.parametrize(
+    ("series", "most", "expected"),
+    [
+        pytest.param([range(1, 102)], 3, [1, 51, 101], id="even distances"),
+        pytest.param([range(1, 102), [25, 75]], 3, [1, 25, 51, 75, 101], id="and what was measured seldom"),
+        pytest.param([range(1, 3)], 20, [1, 2], id="few"),
+        pytest.param([], 20, [], id="none"),
+    ],
+)
+def test_a_table_of_numbers_has_steps_at_even_distances(series, most, expected):
+    assert even([dict.fromkeys(steps, 0.0) for steps in series], most) == expected
 
 
 def test_every_command_that_asks_a_server_can_answer_in_json():
