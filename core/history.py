@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
-from core.models import Job, JobEvent, Metric
+from core import metrics
+from core.models import Job, JobEvent
+from core.points import POINTS
 from engine.events import (
     CheckpointSaved,
     Choices,
@@ -58,24 +60,26 @@ def append(session: Session, job: Job, event: Event) -> None:
         case Step():
             if event.step <= job.last_step:
                 return
+            fills = event.step // POINTS > job.last_step // POINTS
             job.last_step = event.step
-            _metrics(session, job, event.step, {name: getattr(event, name) for name in STEP_METRICS})
+            metrics.append(session, job.id, event.step, {name: getattr(event, name) for name in STEP_METRICS})
+            if fills:
+                metrics.pack(session, job.id)
             job.progress = job.progress | _progress(job.progress, event)
         case Evaluated():
             # A run that went back validates a step anew, and goes on from what it finds then.
             best = {"best_step": event.step, "best_validation_loss": event.loss} if event.is_best else {}
             job.progress = job.progress | {"validation_loss": event.loss} | best
-            session.flush()
-            if session.get(Metric, (job.id, "validation_loss", event.step)):
+            if metrics.has(session, job.id, "validation_loss", event.step):
                 return
-            _metrics(session, job, event.step, {name: getattr(event, of) for name, of in EVALUATION_METRICS.items()})
+            found = {name: getattr(event, of) for name, of in EVALUATION_METRICS.items()}
+            metrics.insert_between(session, job.id, event.step, found)
         case Choices():
             numbers = {name: getattr(event, of) for name, of in CHOICE_METRICS.items()}
             job.progress = job.progress | numbers
-            session.flush()
-            if session.get(Metric, (job.id, "choice_accuracy", event.step)):
+            if metrics.has(session, job.id, "choice_accuracy", event.step):
                 return
-            _metrics(session, job, event.step, numbers)
+            metrics.insert_between(session, job.id, event.step, numbers)
         case CheckpointSaved():
             return
         case Outliers():
@@ -143,14 +147,6 @@ def _by_id(job: Job, named: tuple[Named, ...]) -> tuple[Named, ...]:
     of, paths = job.spec["data"], job.run_config["data"]
     ids = dict(zip(paths["train"], of["train"], strict=True)) | {paths.get("validation"): of.get("validation")}
     return tuple(each.model_copy(update={"file": ids[each.file]}) for each in named)
-
-
-def _metrics(session: Session, job: Job, step: int, values: dict[str, float | None]) -> None:
-    session.add_all(
-        Metric(job_id=job.id, name=name, step=step, value=float(value))
-        for name, value in values.items()
-        if value is not None
-    )
 
 
 def _progress(before: dict[str, Any], step: Step) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from sqlalchemy import (
     Float,
     ForeignKey,
     Index,
+    LargeBinary,
     MetaData,
     String,
     Text,
@@ -279,7 +280,7 @@ class JobEvent(Base):
 
 
 class Metric(Base):
-    """One number of one step."""
+    """One number of one step, of the newest; older ones are in `metric_chunks`."""
 
     __tablename__ = "metrics"
 
@@ -287,6 +288,30 @@ class Metric(Base):
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     value: Mapped[float]
+
+
+class MetricChunk(Base):
+    """Points of a metric that follow one another, packed, and what is known of them without unpacking.
+
+    A metric's chunks do not overlap, and its rows in `metrics` come after them.
+    """
+
+    __tablename__ = "metric_chunks"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    first_step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    last_step: Mapped[int]
+    size: Mapped[int]
+    """Points."""
+    low: Mapped[float]
+    """The lowest value, at `low_step`."""
+    low_step: Mapped[int]
+    high: Mapped[float]
+    """The highest value, at `high_step`."""
+    high_step: Mapped[int]
+    points: Mapped[bytes] = mapped_column(LargeBinary)
+    """As `core.points` packs them. The last column: who reads the others then passes over it."""
 
 
 class Checkpoint(Base):

@@ -15,8 +15,9 @@ from functools import partial
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from core import metrics
 from core.db import after_commit
-from core.models import File, Job, Metric
+from core.models import File, Job
 from core.services import Services
 from core.storage import Storage
 
@@ -80,13 +81,10 @@ def of_jobs(session: Session, job_ids: Collection[str]) -> dict[str, str]:
 def steps(session: Session, job_id: str) -> dict[int, dict[str, float]]:
     """What is known of each step, by metric."""
     found: dict[int, dict[str, float]] = {}
-    for name, step, value in session.execute(
-        select(Metric.name, Metric.step, Metric.value)
-        .where(Metric.job_id == job_id, Metric.name.in_(COLUMNS.values()))
-        .order_by(Metric.step)
-    ):
-        found.setdefault(step, {})[name] = value
-    return found
+    for name, points in metrics.series(session, job_id, names=COLUMNS.values(), max_points=None).items():
+        for step, value in points:
+            found.setdefault(step, {})[name] = value
+    return dict(sorted(found.items()))
 
 
 def table(steps: Mapping[int, Mapping[str, float]]) -> bytes:

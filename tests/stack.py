@@ -22,9 +22,9 @@ from typing import Any, Self, TypeVar
 import psutil
 from sqlalchemy import select
 
-from core import broker, files, jobs, keys, schema
+from core import broker, files, jobs, keys, metrics, schema
 from core.keys import Account
-from core.models import Job, JobEvent, Metric, Slot
+from core.models import Job, JobEvent, Slot
 from core.services import Services
 from core.settings import Settings
 from core.spec import JobSpec
@@ -171,10 +171,9 @@ class Stack:
             return session.scalars(select(Job).where(Job.id == job_id)).one()
 
     def steps(self, job_id: str) -> list[int]:
-        """Every step that has a loss, in the order of the table's rows."""
-        query = select(Metric.step).where(Metric.job_id == job_id, Metric.name == "loss").order_by(Metric.step)
+        """Every step that has a loss, in order."""
         with self.services.db.reading() as session:
-            return list(session.scalars(query))
+            return [step for step, _ in metrics.series(session, job_id, names=["loss"], max_points=None)["loss"]]
 
     def step_events(self, job_id: str) -> list[int]:
         """The step of each `step` event, in order of `seq`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,16 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, select, text
 
-from core import outbox, schema
+from core import metrics, outbox, schema
 from core.db import Database, open_engine
-from core.models import Base, Model, database_now
+from core.models import Base, Metric, MetricChunk, Model, database_now
+from core.points import POINTS
 from core.states import JobState
 from tests import make
 from tests.conftest import _administer
+
+BEFORE_CHUNKS = "0006"
+"""The revision before points were packed."""
 
 
 @pytest.fixture
@@ -74,6 +79,30 @@ def test_models_keep_their_names_through_the_migrations_as_far_as_names_are_uniq
     schema.upgrade(database_url)
     with database.reading() as session:
         assert {(model.key, model.id) for model in session.scalars(select(Model))} == {(name, name) for name in names}
+
+
+def test_points_are_packed_by_the_migration_and_are_rows_again_when_it_is_taken_back(
+    database: Database, database_url: str
+) -> None:
+    told = {"loss": 2 * POINTS + 3, "lr": POINTS - 1}
+    values = {name: [(step, random.Random(f"{name} {step}").random()) for step in range(1, count + 1)]
+              for name, count in told.items()}  # fmt: skip
+    with database.session() as session:
+        job_id = make.job(session).id
+        for name, points in values.items():
+            session.add_all(Metric(job_id=job_id, name=name, step=step, value=value) for step, value in points)
+    schema.downgrade(database_url, BEFORE_CHUNKS)
+    schema.upgrade(database_url)
+    with database.reading() as session:
+        assert metrics.series(session, job_id, max_points=None) == values
+        assert metrics.series(session, job_id, max_points=9)["loss"] == metrics.thin(values["loss"], 9)
+        chunks = session.scalars(select(MetricChunk)).all()
+        assert [(chunk.name, chunk.size) for chunk in chunks] == [("loss", POINTS)] * 2
+    schema.downgrade(database_url, BEFORE_CHUNKS)
+    with database.reading() as session:
+        rows = session.execute(select(Metric.step, Metric.value).where(Metric.name == "loss").order_by(Metric.step))
+        assert [tuple(row) for row in rows] == values["loss"]
+    schema.upgrade(database_url)
 
 
 def test_an_empty_database_is_not_current_until_it_is_migrated(empty_url: str) -> None:

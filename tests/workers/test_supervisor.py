@@ -14,9 +14,9 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.exc import DataError
 
-from core import jobs
+from core import jobs, metrics
 from core.keys import Account
-from core.models import Artifact, Checkpoint, Job, JobEvent, Metric, Slot
+from core.models import Artifact, Checkpoint, Job, JobEvent, Slot
 from core.services import Services
 from core.states import JobState
 from tests.workers.conftest import fake_engine, place_job
@@ -66,9 +66,8 @@ def job_of(services: Services, job_id: str) -> Job:
 
 
 def steps_of(services: Services, job_id: str) -> list[int]:
-    query = select(Metric.step).where(Metric.job_id == job_id, Metric.name == "loss").order_by(Metric.step)
     with services.db.reading() as session:
-        return list(session.scalars(query))
+        return [step for step, _ in metrics.series(session, job_id, names=["loss"], max_points=None)["loss"]]
 
 
 def checkpoints_of(services: Services, job_id: str) -> list[int]:
