@@ -18,6 +18,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -42,6 +43,8 @@ STEADY_SECONDS = 5.0
 ANSWER_SECONDS = 300.0
 """How long nothing may come of what takes its time on the server: judging a file, waiting for a sampler."""
 PIECE = 1024 * 1024
+PART_BYTES = 16 * 1024 * 1024
+"""A larger file is sent in parts of this size."""
 PUT_OFF = 429
 LATER = frozenset({502, 503, 504})
 """Statuses of a server, or of what stands before it, that may pass by themselves."""
@@ -142,7 +145,7 @@ class Client:
         reuse: bool = False,
         report: Report = lambda name, done, total: None,
     ) -> Json:
-        """Send a training file; the answer has its `id`.
+        """Send a training file, a large one in parts; the answer has its `id`.
 
         With `reuse`, a file that is there already, by name, content and purpose, is returned instead; trying again
         after a broken connection is then safe, and is done.
@@ -156,6 +159,8 @@ class Client:
         def send() -> Json:
             if reuse and (there := self.uploaded(sha256=sent.sha256(), filename=label, purpose=purpose)):
                 return there
+            if sent.total > PART_BYTES:
+                return self._in_parts(sent, label, purpose)
             answer: Json = self._once(
                 "POST", "v1/files", data={"purpose": purpose}, files={"file": (label, sent)},
                 timeout=self._patient,
@@ -163,6 +168,25 @@ class Client:
             return answer
 
         return self._tried(send, again=reuse)
+
+    def _in_parts(self, sent: _Counted, label: str, purpose: str) -> Json:
+        """A large file, of which a broken connection costs a part. One that is sent twice counts once."""
+        new = {"bytes": sent.total, "filename": label, "purpose": purpose, "mime_type": "application/octet-stream"}
+        upload = f"v1/uploads/{_part(self._json('POST', 'v1/uploads', json=new)['id'])}"
+        parts = []
+        sent.seek(0)
+        try:
+            while piece := sent.read(PART_BYTES):
+                form = {"data": ("part", piece, "application/octet-stream")}
+                parts.append(self._json("POST", f"{upload}/parts", again=True, files=form)["id"])
+            whole = {"part_ids": parts}
+            file: Json = self._json("POST", f"{upload}/complete", again=True, json=whole, timeout=self._patient)["file"]
+        except ApiError:
+            # It would stay open for an hour, and its bytes count against the project's.
+            with suppress(TrainshedError):
+                self._json("POST", f"{upload}/cancel")
+            raise
+        return file
 
     def uploaded(self, *, sha256: str, filename: str, purpose: str) -> Json | None:
         """The newest file with this content, name and purpose."""

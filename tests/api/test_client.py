@@ -211,6 +211,44 @@ def test_a_file_that_is_there_already_is_not_sent_again(live: Live, client):
     assert len({first["id"], *(other["id"] for other in others)}) == 5
 
 
+def test_of_a_large_file_a_broken_connection_costs_a_part(live: Live, key, quick, monkeypatch):
+    class Breaking(Flaky):
+        parts = 0
+
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            response = super().handle_request(request)
+            if request.url.path.endswith("/parts"):
+                self.parts += 1
+                if self.parts == 2:
+                    response.read()
+                    raise httpx.ReadError("the answer is lost", request=request)
+            return response
+
+    monkeypatch.setattr(client_module, "PART_BYTES", 1000)
+    content, heard = driving.TEXT * 2, []
+    transport = Breaking(0)
+    with Client(live.url, key, transport=transport) as client:
+        file = client.upload(io.BytesIO(content), filename="a.txt", report=lambda *said: heard.append(said))
+        assert client.file(file["id"]) == file
+    assert (file["sha256"], file["bytes"]) == (driving.sha256(content), len(content))
+    assert heard[-1] == ("a.txt", len(content), len(content))
+    # 3440 bytes are four parts, and one of them was sent twice.
+    assert transport.parts == 5
+
+
+def test_a_large_file_that_is_refused_leaves_no_open_upload(live: Live, key, monkeypatch):
+    monkeypatch.setattr(client_module, "PART_BYTES", 10)
+    transport = Flaky(0)
+    paths: list[str] = []
+    with Client(live.url, key, transport=transport) as client:
+        client.http.event_hooks["request"].append(lambda request: paths.append(request.url.path))
+        with pytest.raises(ApiError) as caught:
+            client.upload(io.BytesIO(b'{"messages": 1}\n{"messages": 2}\n'), filename="a.jsonl")
+        assert caught.value.code == "invalid_file"
+        assert paths[-1].endswith("/cancel")
+        assert list(client.files()) == []
+
+
 class Answers(httpx.BaseTransport):
     """Gives each of these in turn, an exception or an answer, and remembers what it was asked."""
 
