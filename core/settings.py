@@ -83,6 +83,8 @@ class Settings(BaseSettings):
     """Requests of one key in a minute, and at once after a pause; 0 sets no limit."""
     webhook_networks: str | None = None
     """Networks that webhooks may reach beside the public internet, such as `127.0.0.0/8,10.1.0.0/16`. Default: none."""
+    wandb_api_key: str | None = None
+    """Key of Weights & Biases: workers that have the package wandb pass on the jobs whose `integrations` say so."""
     log_level: str = "INFO"
     """Least severe log line that is written."""
 

@@ -414,7 +414,7 @@ class JobSpec(Ask):
     resources: ResourcesAsk = ResourcesAsk()
     artifacts: ArtifactsAsk = ArtifactsAsk()
     integrations: tuple[IntegrationAsk, ...] = Field((), max_length=4)
-    """Services that are to be told of the job. Kept with it and shown; nothing is sent to them in this version."""
+    """Services that are told of the job while it runs, where whoever runs the workers has given these a key."""
 
     def files(self) -> Iterator[tuple[str, str]]:
         """Each uploaded file it names: the path of the field, and the id."""

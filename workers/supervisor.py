@@ -14,6 +14,7 @@ from core import log as logging
 from core.services import Services
 from core.settings import Settings
 from core.states import TERMINAL
+from workers import mirror
 from workers.attempt import Attempt
 from workers.launcher import Launcher, LocalLauncher, adopt_orphans
 from workers.lease import Lease
@@ -51,6 +52,7 @@ def supervise(services: Services, job_id: str, *, launcher: Launcher, orders: Or
         return None
     with structlog.contextvars.bound_contextvars(job=job_id, attempt=job.attempt):
         log.info("attempt claimed", holder=holder)
+        mirror.start(services.settings, job)
         with Lease(services, job, orders, claimed_at=claimed_at) as lease:
             return Attempt(services, job, launcher=launcher, orders=orders, lease=lease).run()
 

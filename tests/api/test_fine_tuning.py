@@ -22,6 +22,7 @@ from sqlalchemy import text
 
 from core import checkpoints
 from engine.events import Evaluated, Finished
+from tests import fetched
 from tests.api import driving, openai_walk
 from tests.api.conftest import wait_for
 from tests.api.test_files import CHAT
@@ -50,16 +51,8 @@ def sdk(live, key):
 
 @pytest.fixture(scope="session")
 def older() -> Path:
-    """A folder with that version; it is fetched once and kept, like what pip keeps."""
-    kept = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trainshed-tests" / f"openai-{OLDER}"
-    if not kept.is_dir():
-        part = kept.with_name(f"{kept.name}.{os.getpid()}")
-        wanted = [f"openai=={OLDER}", "distro==1.9.0"]
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(part), *wanted]
-        if subprocess.run(pip, check=False, capture_output=True, timeout=120).returncode:
-            pytest.skip(f"openai {OLDER} can't be fetched: no package index is in reach")
-        part.replace(kept)
-    return kept
+    """A folder with that version."""
+    return fetched.packages(f"openai=={OLDER}", "distro==1.9.0")
 
 
 def current(stage: str, *arguments: str) -> dict[str, Any]:
