@@ -6,6 +6,8 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import structlog
@@ -15,7 +17,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api import errors, openapi, surroundings
+from api import errors, heads, openapi, surroundings
 from api.measures import Measures
 from api.protocol import request_id as new_request_id
 from api.routes import (
@@ -123,12 +125,16 @@ class Around:
         came = audit.origin.set(audit.Origin(around.request_id, client[0] if client else None))
         measures: Measures = scope["app"].state.measures
         started, status = time.perf_counter(), 0
+        inner = heads.as_get(scope)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message).update({"x-request-id": around.request_id} | around.headers)
+                headers = MutableHeaders(scope=message)
+                headers.update({"x-request-id": around.request_id} | around.headers)
+                if status == HTTPStatus.METHOD_NOT_ALLOWED and "GET" in headers.get("allow", "").split(", "):
+                    headers["allow"] += ", HEAD"
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request=around.request_id):
@@ -137,7 +143,8 @@ class Around:
                     nothing = HTTPException(404, "There is nothing under a name with control characters.")
                     await errors.http_error(nothing)(scope, receive, send_with_id)
                 else:
-                    await self.app(scope, limited(scope, receive), send_with_id)
+                    answer = partial(heads.without_body, self.app) if scope["method"] == "HEAD" else self.app
+                    await answer(inner, limited(scope, receive), send_with_id)
             except Exception as error:
                 # The edge of the process: the log gets the stack, the caller an id to report.
                 log.exception("a request failed", method=scope["method"], path=scope["path"])
@@ -146,7 +153,7 @@ class Around:
                 await errors.unforeseen(error)(scope, receive, send_with_id)
             finally:
                 audit.origin.reset(came)
-                route = getattr(scope.get("route"), "path", "unknown")
+                route = getattr(inner.get("route"), "path", "unknown")
                 measures.request(scope["method"], route, status, time.perf_counter() - started)
 
 

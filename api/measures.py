@@ -1,11 +1,12 @@
-"""What `/metrics` shows Prometheus: requests, as this process saw them, and jobs by state, as the table has them."""
+"""What `/metrics` shows Prometheus: requests as this process saw them; jobs, slots and hosts as the table has them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from threading import Lock
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from core.health import Standing
 from core.states import JobState
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -30,14 +31,30 @@ class Measures:
             registry=self.registry,
         )
         self.jobs = Gauge("trainshed_jobs", "Jobs by state.", ["state"], registry=self.registry)
+        self.queue = Gauge("trainshed_queue_length", "Jobs that wait for slots.", registry=self.registry)
+        self.slots = Gauge(
+            "trainshed_slots", "Slots that a job holds, and free ones of hosts that take jobs.", ["state"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.heartbeats = Gauge(
+            "trainshed_node_heartbeat_age_seconds", "Time since a host was heard of.", ["node"], registry=self.registry
+        )
+        self._one_at_a_time = Lock()
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
         method = method if method in METHODS else "other"
         self.requests.labels(method, route, str(status)).inc()
         self.seconds.labels(method, route).observe(seconds)
 
-    def render(self, jobs: Mapping[JobState, int]) -> bytes:
-        """The text that Prometheus reads, with every state present."""
-        for state in JobState:
-            self.jobs.labels(state.value).set(jobs.get(state, 0))
-        return generate_latest(self.registry)
+    def render(self, standing: Standing) -> bytes:
+        """The text that Prometheus reads, with every state present and no host that is gone."""
+        with self._one_at_a_time:
+            for state in JobState:
+                self.jobs.labels(state.value).set(standing.jobs.get(state, 0))
+            self.queue.set(standing.jobs.get(JobState.QUEUED, 0))
+            self.slots.labels("held").set(standing.held_slots)
+            self.slots.labels("free").set(standing.free_slots)
+            self.heartbeats.clear()
+            for node, age in standing.heartbeat_ages.items():
+                self.heartbeats.labels(node).set(age)
+            return generate_latest(self.registry)

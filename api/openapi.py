@@ -23,7 +23,8 @@ Submit a pretrain or fine-tune job, watch it live, download a model that `transf
 
 Every route under `/v1` takes `Authorization: Bearer <key>`. Every error is
 `{"error": {"message", "type", "param", "code"}}` and every answer carries an `x-request-id`. Times are unix seconds,
-sizes are bytes. Lists are `{"object": "list", "data": […], "has_more": bool}`: ask for the next page with `after`, the
+sizes are bytes. Every GET answers
+HEAD. Lists are `{"object": "list", "data": […], "has_more": bool}`: ask for the next page with `after`, the
 id of the last item. Files, fine-tunes, models and completions have OpenAI's shapes, so that the `openai` client works
 with its `base_url` set to this server's `/v1`.
 """

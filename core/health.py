@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import redis
 from redis.exceptions import RedisError
 from sqlalchemy import func, select
@@ -9,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from core import nodes, schema
-from core.models import Job
+from core.models import Job, Node, Slot, database_now
 from core.scheduler import NO_WORKER
 from core.services import Services
 from core.states import JobState
@@ -32,6 +35,31 @@ def jobs_by_state(session: Session) -> dict[JobState, int]:
     """How many jobs there are in each state that has any."""
     counted = session.execute(select(Job.state, func.count()).group_by(Job.state))
     return {JobState(state): count for state, count in counted}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What the table says of the whole service, whoever it belongs to."""
+
+    jobs: Mapping[JobState, int]
+    held_slots: int
+    free_slots: int
+    """Of hosts that take jobs."""
+    heartbeat_ages: Mapping[str, float]
+    """Seconds since each host was heard of."""
+
+
+def standing(session: Session) -> Standing:
+    """Jobs by state, slots and hosts."""
+    taking = [node.name for node in nodes.alive(session)]
+    ages = session.execute(select(Node.name, database_now() - Node.heartbeat_at))
+    free = select(func.count()).where(Slot.job_id.is_(None), Slot.node.in_(taking))
+    return Standing(
+        jobs=jobs_by_state(session),
+        held_slots=session.scalar(select(func.count()).where(Slot.job_id.is_not(None))) or 0,
+        free_slots=session.scalar(free) or 0,
+        heartbeat_ages={name: max(0.0, age) for name, age in ages},
+    )
 
 
 def _database(services: Services) -> str:

@@ -161,8 +161,9 @@ def page(
     *,
     after: str | None = None,
     limit: int = 20,
-    state: JobState | None = None,
+    states: Collection[JobState] = (),
     kind: str | None = None,
+    name: str | None = None,
     labels: Mapping[str, str] | None = None,
     unlabelled: bool = False,
     from_base: bool = False,
@@ -173,8 +174,10 @@ def page(
     """
     query = select(Job).where(Job.project_id == owner.project_id)
     wanted = [_has_label(session, name, value) for name, value in (labels or {}).items()]
-    if state is not None:
-        wanted.append(Job.state == state)
+    if states:
+        wanted.append(Job.state.in_(states))
+    if name is not None:
+        wanted.append(Job.name == name)
     if kind is not None:
         wanted.append(Job.kind == kind)
     if unlabelled:

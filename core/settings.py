@@ -10,6 +10,7 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
+from difflib import get_close_matches
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 
@@ -167,6 +168,24 @@ class Settings(BaseSettings):
         values = self.model_dump(exclude_none=True)
         return {f"TRAINSHED_{name.upper()}": os.fspath(value) if isinstance(value, Path) else str(value)
                 for name, value in values.items()}  # fmt: skip
+
+
+_OTHERS = frozenset({"URL", "API_KEY", "PATIENCE", "PUBLISH"})
+"""Other variables with our prefix, that the command line, the client and docker-compose.yml read."""
+
+
+def misspelt() -> list[str]:
+    """What is wrong with each variable that has our prefix and that nothing reads."""
+    known = sorted({name.upper() for name in Settings.model_fields} | _OTHERS)
+    said = []
+    for variable in sorted(os.environ):
+        name = variable.upper().removeprefix("TRAINSHED_")
+        if name in {variable.upper(), *known}:
+            continue
+        near = get_close_matches(name, known, n=1)
+        meant = f"; TRAINSHED_{near[0]} is meant, perhaps" if near else ""
+        said.append(f"{variable} is no setting and is ignored{meant}")
+    return said
 
 
 def complaints(error: ValidationError) -> str:

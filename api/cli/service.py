@@ -39,8 +39,10 @@ def starting() -> Iterator[None]:
 
     from api.serve import Refused
     from core.errors import Unavailable
-    from core.settings import complaints
+    from core.settings import complaints, misspelt
 
+    for said in misspelt():
+        typer.echo(said, err=True)
     try:
         yield
     except ValidationError as error:

@@ -29,6 +29,6 @@ def readyz(services: ServicesDep, response: Response) -> ReadyOut:
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 def metrics(request: Request, session: ReadingDep) -> Response:
-    """Measures in Prometheus' text format: jobs by state, requests and their latency."""
+    """Measures in Prometheus' text format: jobs by state, the queue, slots, hosts, requests and their latency."""
     measures: Measures = request.app.state.measures
-    return Response(measures.render(health.jobs_by_state(session)), media_type=CONTENT_TYPE)
+    return Response(measures.render(health.standing(session)), media_type=CONTENT_TYPE)

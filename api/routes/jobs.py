@@ -88,11 +88,12 @@ def list_jobs(
     labels: Annotated[dict[str, str], Depends(wanted_labels)],
     after: AfterDep = None,
     limit: LimitDep = 20,
-    state: JobState | None = None,
+    state: Annotated[list[JobState] | None, Query(description="In any of these; may be repeated.")] = None,
     kind: Literal["pretrain", "finetune"] | None = None,
+    name: Annotated[str | None, Query(max_length=64, description="Only jobs of exactly this name.")] = None,
 ) -> JobList:
-    """List jobs, newest first. Filter by `state`, by `kind`, and by labels with `label[name]=value`."""
-    page = jobs.page(session, owner, after=after, limit=limit, state=state, kind=kind, labels=labels)
+    """List jobs, newest first. Filter by `state`, `kind` and `name`, and by labels with `label[name]=value`."""
+    page = jobs.page(session, owner, after=after, limit=limit, states=state or (), kind=kind, name=name, labels=labels)
     return JobList(data=shown_all(session, page.data), has_more=page.has_more)
 
 

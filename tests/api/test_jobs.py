@@ -161,6 +161,11 @@ def test_lists_go_newest_first_in_pages_and_are_filtered(http):
     cancelled = http.get("/v1/jobs", params={"state": "cancelled"}).json()["data"]
     assert [job["id"] for job in cancelled] == [made[0]]
     assert http.get("/v1/jobs", params={"kind": "finetune"}).json()["data"] == []
+    both = http.get("/v1/jobs", params={"state": ["cancelled", "queued"], "limit": 2}).json()
+    assert ([job["id"] for job in both["data"]], both["has_more"]) == (made[:2:-1], True)
+    assert [job["id"] for job in http.get("/v1/jobs", params={"name": "n3"}).json()["data"]] == [made[3]]
+    of_two = {"label[n]": "1", "label[m]": "1"}
+    assert http.get("/v1/jobs", params=of_two).json()["data"] == []
 
 
 def test_what_happened_is_listed_in_order_with_unique_ids_and_by_type(live, http):

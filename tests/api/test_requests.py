@@ -7,9 +7,11 @@ from http.client import HTTPResponse
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy.exc import OperationalError
 
 from core import nodes
+from core.states import JobState
 from tests.api import driving
 from tests.api.conftest import DEADLINE_SECONDS
 
@@ -222,9 +224,49 @@ def test_what_is_no_http_is_told_so_in_the_envelope(live, said):
     assert "HTTP/1.1" in body["error"]["message"]
 
 
-def test_measures_count_requests_and_jobs_by_state(live, http):
+def test_prometheus_reads_requests_jobs_the_queue_slots_and_hosts(live, http):
+    running = driving.submit(http)["id"]
+    driving.run(live.services, running)
     driving.submit(http)
-    measures = http.get("/metrics").text
-    assert 'trainshed_http_requests_total{method="POST",route="/v1/jobs",status="201"}' in measures
-    assert 'trainshed_jobs{state="queued"}' in measures
-    assert 'trainshed_jobs{state="paused"}' in measures
+    families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
+
+    def value(family: str, **labels: str) -> float:
+        (found,) = (sample.value for sample in families[family].samples if sample.labels == labels)
+        return found
+
+    counted = {
+        tuple(sample.labels.values()): sample.value for sample in families["trainshed_http_requests"].samples
+        if sample.name.endswith("_total")
+    }  # fmt: skip
+    assert counted["POST", "/v1/jobs", "201"] >= 2
+    assert families["trainshed_http_request_seconds"].type == "histogram"
+    assert {sample.labels["state"] for sample in families["trainshed_jobs"].samples} == set(JobState)
+    assert value("trainshed_queue_length") == value("trainshed_jobs", state="queued") >= 1
+    assert value("trainshed_slots", state="held") >= 1
+    assert value("trainshed_slots", state="free") >= driving.NODE_SLOTS - 1
+    assert 0 <= value("trainshed_node_heartbeat_age_seconds", node=f"node-{running}") < DEADLINE_SECONDS
+
+
+def test_head_is_get_without_the_body(live, http, tmp_path):
+    job = driving.finished(live.services, http, tmp_path)
+    file = driving.upload(http)["id"]
+    for path in (
+        "/healthz",
+        f"/v1/jobs/{job}",
+        f"/v1/jobs/{job}/artifacts/manifest.json",
+        f"/v1/jobs/{job}/artifacts.tar",
+        f"/v1/files/{file}/content",
+        "/v1/jobs/job-nobody",
+    ):
+        head, whole = http.head(path), http.get(path)
+        assert (head.status_code, head.content) == (whole.status_code, b"")
+        for name in ("content-length", "content-type", "etag", "accept-ranges"):
+            assert head.headers.get(name) == whole.headers.get(name), (path, name)
+    part = http.head(f"/v1/files/{file}/content", headers={"range": "bytes=0-9"})
+    assert (part.status_code, part.headers["content-length"]) == (206, "10")
+    # One that would go on for ever, of a job that has not ended.
+    waits = driving.submit(http)["id"]
+    assert http.head(f"/v1/jobs/{waits}/stream").headers["content-type"].startswith("text/event-stream")
+    refused = http.head("/v1/jobs/job-1/cancel")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert "HEAD" in http.put("/v1/nodes").headers["allow"]

@@ -579,10 +579,10 @@ def test_pages_follow_one_another_newest_first_without_gap_or_repetition(session
 
 def test_a_job_that_moves_on_between_two_pages_does_not_break_them(session: Session, owner: Account) -> None:
     old, middle, new = (make.job(session, created_at=float(age)) for age in range(3))
-    page = jobs.page(session, owner, state=S.QUEUED, limit=1)
+    page = jobs.page(session, owner, states=[S.QUEUED], limit=1)
     assert ([job.id for job in page.data], page.has_more) == ([new.id], True)
     jobs.cancel(session, owner, new.id)
-    rest = jobs.page(session, owner, state=S.QUEUED, after=new.id)
+    rest = jobs.page(session, owner, states=[S.QUEUED], after=new.id)
     assert [job.id for job in rest.data] == [middle.id, old.id]
 
 
@@ -597,7 +597,7 @@ def test_an_unknown_cursor_is_refused(session: Session, owner: Account) -> None:
 
 def test_jobs_are_found_by_state_kind_and_labels(session: Session, owner: Account) -> None:
     red = make.job(session, labels={"team": "red", "run": "1"}, kind="finetune")
-    blue = make.job(session, labels={"team": "blue"}, state=S.FAILED)
+    blue = make.job(session, labels={"team": "blue"}, state=S.FAILED, name="b")
 
     def found(**filters: object) -> set[str]:
         return {job.id for job in jobs.page(session, owner, **filters).data}  # type: ignore[arg-type]
@@ -605,7 +605,7 @@ def test_jobs_are_found_by_state_kind_and_labels(session: Session, owner: Accoun
     assert found(labels={"team": "red"}) == found(kind="finetune") == {red.id}
     assert found(labels={"team": "red", "run": "2"}) == set()
     assert found(labels={'team"; drop': "x"}) == set()
-    assert found(state=S.FAILED) == {blue.id}
+    assert found(states=[S.FAILED]) == found(name="b") == {blue.id}
     assert found() == {red.id, blue.id}
     plain = make.job(session, base_model="tiny")
     assert found(unlabelled=True) == found(from_base=True) == {plain.id}

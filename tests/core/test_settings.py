@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from core.settings import Settings, complaints
+from core.settings import Settings, complaints, misspelt
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,17 @@ def test_a_setting_that_cannot_be_used_is_named_without_its_value(monkeypatch, v
 def test_an_empty_variable_is_one_that_is_not_set(monkeypatch, variable, field):
     monkeypatch.setenv(variable, "")
     assert getattr(Settings(), field) is None
+
+
+def test_a_variable_that_nothing_reads_is_named_with_what_it_may_have_meant(monkeypatch):
+    monkeypatch.setenv("TRAINSHED_SLOT", "4")
+    monkeypatch.setenv("TRAINSHED_COLOUR_OF_THE_SHED", "red")
+    monkeypatch.setenv("TRAINSHED_SLOTS", "4")
+    monkeypatch.setenv("TRAINSHED_API_KEY", "ts_of_a_client")
+    assert misspelt() == [
+        "TRAINSHED_COLOUR_OF_THE_SHED is no setting and is ignored",
+        "TRAINSHED_SLOT is no setting and is ignored; TRAINSHED_SLOTS is meant, perhaps",
+    ]
 
 
 def test_a_log_level_may_be_written_small(monkeypatch):
