@@ -30,8 +30,8 @@ from core.errors import (
 )
 
 REQUESTS = "trainshed:samples"
-"""List of requests, each a JSON object with an `id`, the `model`, how long it may take (`expires_in`), and what
-`python -m engine serve` is asked."""
+"""List of requests, each a JSON object with an `id`, the `model` by its key, how long it may take (`expires_in`), and
+what `python -m engine serve` is asked."""
 ALIVE = "trainshed:sampler"
 """Key that samplers set anew, with an expiry, while they live."""
 ALIVE_SECONDS = 5

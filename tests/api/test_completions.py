@@ -7,6 +7,7 @@ import httpx
 import pytest
 import redis
 
+from api import keyring
 from core import sampling
 from tests.api.conftest import DEADLINE_SECONDS, wait_for
 from tests.api.test_models import base
@@ -321,3 +322,16 @@ def test_however_many_wait_for_a_sampler_others_are_answered(live, http, base, a
         for stream in streams:
             stream.__exit__(None, None, None)
     assert len(asked) == waiting
+
+
+def test_a_stream_that_a_key_opened_ends_with_an_error_when_it_is_revoked(live, http, base, asked, monkeypatch):
+    monkeypatch.setattr(keyring, "LOOK_SECONDS", 0.05)
+    key = http.post("/v1/keys", json={"name": "brief", "scopes": ["read"]}).json()
+    body = {"model": base, "prompt": "endless", "stream": True}
+    with live.http(key["secret"]) as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        assert "and so on" in next(lines)
+        http.delete(f"/v1/keys/{key['id']}")
+        (last,) = (line for line in lines if line)
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "invalid_api_key"
+    assert len(asked) == 1
