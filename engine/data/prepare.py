@@ -116,8 +116,13 @@ def tokenizer_for(run: RunConfig, run_dir: Path, report: Report) -> Tokenizer:
         tokenizer = Tokenizer.bytes()
     if tokenizer.eos_id is None:
         raise InvalidTokenizer(
-            "the tokenizer names no end-of-text token, so nothing would ever stop; "
-            'set "eos_token" in its tokenizer_config.json'
+            "the tokenizer names no end-of-text token"
+            + (
+                f" that it has ({said!r} is not in the vocabulary)"
+                if (said := tokenizer.roles.get("eos_token"))
+                else ""
+            )
+            + ', so nothing would ever stop; set "eos_token" in its tokenizer_config.json'
         )
     tokenizer.save(run_dir / "prepared" / "tokenizer")
     return tokenizer
@@ -151,6 +156,7 @@ def prepare(
         if data.validation is not None:
             held = work.tokenize((data.validation,), run_dir, folder / "validation", "validation")
             tables["validation"] = held.table(data, np.arange(held.units), report)
+            work.note_same(data.validation)
     if data.evaluation is not None:
         asked = work.questions(data.evaluation, run_dir, folder / "questions")
         tables["questions"] = asked.table(data, np.arange(asked.units), report)
@@ -273,9 +279,22 @@ class _Work:
             )
         return done
 
+    def note_same(self, validation: Path) -> None:
+        """Say so where what is validated with is trained on too."""
+        digests = {file.path: file.sha256 for file in self.files}
+        held = digests.pop(validation.as_posix(), None)
+        if held in digests.values():
+            self.notes.append(
+                "the validation file is a training file too, byte for byte, so that its loss does not tell what the "
+                "model makes of what it has not seen; hold other examples out, or let data.validation be a share"
+            )
+
     def _lost(self, done: _Tokenized) -> str:
         if done.counts.dropped:
-            return f"{done.counts.dropped} are longer than data.seq_len={self.data.seq_len}; raise it"
+            return f"{done.counts.dropped} are longer than data.seq_len={self.data.seq_len}; raise it or shorten them"
+        if done.counts.untrainable and not done.bounds[-1]:
+            # The last note names the lines.
+            return f"{self.notes[-1]}; raise data.seq_len={self.data.seq_len} or shorten what comes before the answers"
         return "it is empty, or too short for one token to follow another; add text"
 
     # ---- Text: a stream of documents, cut into rows ----

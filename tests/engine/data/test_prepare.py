@@ -112,6 +112,23 @@ def test_a_file_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
         make.prepared(tmp_path, make.jsonl(LINES), format="chat", seq_len=8, overlong="drop")
 
 
+def test_a_file_of_which_nothing_is_left_to_learn_is_refused_by_its_lines(tmp_path: Path) -> None:
+    long = make.jsonl([make.chat_line("q" * 100, "yes"), make.chat_line("q" * 90, "no")])
+    with pytest.raises(
+        InvalidData, match=r"2 of 2 .*line 1, line 2; raise data\.seq_len=64 or shorten what comes before"
+    ):
+        make.prepared(tmp_path, long, format="chat", seq_len=64, overlong="truncate")
+
+
+def test_validation_with_what_is_trained_on_is_told(tmp_path: Path) -> None:
+    content = make.jsonl(LINES[:1])
+    (tmp_path / "data").mkdir()
+    for held, told in ((content, 1), (make.jsonl(LINES[1:2]), 0)):
+        (tmp_path / "data" / "validation.jsonl").write_bytes(held)
+        done = make.prepared(tmp_path, content, format="chat", seq_len=256, validation=Path("data/validation.jsonl"))
+        assert len([note for note in done.notes if "byte for byte" in note]) == told
+
+
 def test_examples_are_packed_whole_and_without_packing_stand_alone(tmp_path: Path) -> None:
     lines = make.jsonl(make.chat_line("q", f"{number:02}") for number in range(20))
     packed = make.prepared(tmp_path, lines, format="chat", seq_len=119).train
