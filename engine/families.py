@@ -29,7 +29,8 @@ LLAMA_NAMES = {
 }
 LLAMA_USUAL = {"max_position_embeddings": 2048, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 FIXED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", None),
+    # Two names of one function.
+    "hidden_act": ("silu", "swish", None),
     "partial_rotary_factor": (1, 1.0, None),
     "use_mrope": (False, None),
     "dual_chunk_attention_config": (None,),
@@ -310,7 +311,8 @@ def _given(config: Mapping[str, Any], key: str, default: Any) -> Any:
 
 def _rope(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float]:
     """Scaling and base, from `rope_scaling` with `rope_theta` beside it, or from `rope_parameters` with both inside."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # Where both are, the older one counts, as in transformers: it is what people set over a file's.
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"config.json: rope_scaling={given!r} is not an object")
     scaling = dict(given)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import jinja2
 from jinja2 import meta, nodes
@@ -168,6 +168,9 @@ class Tokenizer:
         `controls` are control tokens that only a configuration file calls so; the roles are among them anyway.
         """
         self.backend = backend = _with_controls(backend, {*roles.values(), *controls})
+        # Left in the file by whoever saved it after use; rows are cut and filled elsewhere, and never in silence.
+        backend.no_truncation()
+        backend.no_padding()
         self.source = source
         """Folder whose files are copied as they are by `save`; None writes new ones."""
         self.roles = dict(roles)
@@ -669,16 +672,27 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """By name, in the order of precedence that `transformers` has: files, then the configuration."""
     found = {"default": folder / "chat_template.jinja"}
     found |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    files = {name: path.read_text(encoding="utf-8") for name, path in found.items() if path.is_file()}
-    if files:
-        return files
-    kept = config.get("chat_template")
-    if isinstance(kept, str):
-        return {"default": kept}
-    if isinstance(kept, list):
-        named = {each["name"]: each["template"] for each in kept}
-        return named if "default" in named else {}
-    return {}
+    named: Any = {name: _template_file(path) for name, path in found.items() if path.is_file()}
+    if not named and (kept := config.get("chat_template")) is not None:
+        named = {"default": kept} if isinstance(kept, str) else kept
+        if isinstance(kept, list) and all(isinstance(each, dict) for each in kept):
+            named = {each.get("name"): each.get("template") for each in kept}
+        if not isinstance(named, dict) or not all(isinstance(part, str) for part in (*named, *named.values())):
+            raise InvalidTokenizer(
+                "chat_template in tokenizer_config.json must be a string, or a list of objects with name and template"
+            )
+    if named and "default" not in named:
+        raise InvalidTokenizer(
+            f"none of the chat templates is called default, and there are {', '.join(sorted(named))}; call one so"
+        )
+    return cast(dict[str, str], named)
+
+
+def _template_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as broken:
+        raise InvalidTokenizer(f"{path.name} is not UTF-8: {broken}; save it as that") from broken
 
 
 def _plain(message: Mapping[str, Any], speaks_developer: bool) -> dict[str, Any]:

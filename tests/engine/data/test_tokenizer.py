@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import transformers
+from tokenizers import Tokenizer as Backend
 
 from engine.tokenizer import InvalidTokenizer, TemplateRefused, Tokenizer
 from tests.engine.data import make
@@ -254,6 +255,37 @@ def test_several_templates_are_kept_and_chosen_as_transformers_does(tmp_path: Pa
 
     for tools in (None, [tool]):
         assert ours.render(TALK, tools=tools) == theirs.apply_chat_template(TALK, tools=tools, tokenize=False)
+
+
+def test_templates_by_name_are_read_as_transformers_does(tmp_path: Path) -> None:
+    folder = make.llama_folder(tmp_path, template={"default": "plain", "tool_use": "tools"})  # type: ignore[arg-type]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert Tokenizer.load(folder).render(TALK) == theirs.apply_chat_template(TALK, tokenize=False) == "plain"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ([{"name": "rag", "template": "x"}], "none of the chat templates is called default, and there are rag"),
+        ([{"template": "x"}], "a list of objects with name and template"),
+        (["x"], "a list of objects with name and template"),
+        (5, "must be a string"),
+    ],
+)
+def test_templates_that_leave_open_which_is_meant_are_refused(tmp_path: Path, template: Any, says: str) -> None:
+    with pytest.raises(InvalidTokenizer, match=says):
+        make.llama(tmp_path, template=template)
+
+
+def test_a_tokenizer_that_was_saved_to_cut_and_to_fill_does_neither(tmp_path: Path) -> None:
+    folder = make.llama_folder(tmp_path)
+    expected = Tokenizer.load(folder).backend.encode("hello there").ids
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=64)
+    backend.save(str(folder / "tokenizer.json"))
+    assert len(expected) > 3
+    assert Tokenizer.load(folder).backend.encode("hello there").ids == expected
 
 
 def test_a_control_token_that_only_the_configuration_names_is_one(tmp_path: Path) -> None:

@@ -54,6 +54,18 @@ def test_a_config_that_transformers_writes_is_read() -> None:
     assert shape.rope_scaling == LLAMA3
 
 
+def test_a_scaling_set_over_rope_parameters_counts_as_in_transformers() -> None:
+    given = CONFIG | {
+        "rope_theta": 77.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    theirs = LlamaConfig(**given).rope_parameters
+    shape = shape_of_config(given)
+    assert (shape.rope_scaling, shape.rope_theta) == ({"rope_type": "linear", "factor": 2.0}, 77.0)
+    assert theirs == {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}
+
+
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_what_a_config_of_another_family_leaves_out_is_what_transformers_takes(family: str) -> None:
     given: dict[str, Any] = {key: CONFIG[key] for key in CONFIG if key not in ("model_type", "architectures")}
