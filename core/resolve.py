@@ -383,7 +383,17 @@ def usual_seq_len(most: int, data_format: Format) -> int:
 
 def _validation(spec: JobSpec, files: Mapping[str, FileFacts]) -> Path | float | None:
     wish = spec.data.validation
-    return Path(f"data/validation{_ending(files[wish])}") if isinstance(wish, str) else wish
+    if isinstance(wish, str):
+        return Path(f"data/validation{_ending(files[wish])}")
+    used = [files[id_] for id_ in spec.data.train]
+    # Of text the rows are held out, which nobody counts before a tokenizer reads it.
+    counted = all(file.format not in ("text", "tokens") for file in used)
+    if wish is not None and counted and sum(file.examples for file in used) < 2:
+        _refuse(
+            "data.validation",
+            f"of a single example no share of {wish:g} can be held out; add examples, name a file, or leave it out",
+        )
+    return wish
 
 
 def _evaluation(spec: JobSpec, files: Mapping[str, FileFacts]) -> Path | None:

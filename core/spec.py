@@ -42,6 +42,13 @@ def duration(value: object) -> object:
     return value
 
 
+def _share(value: object) -> object:
+    """A number that is no share has an answer of its own: it is not a file's id that was meant."""
+    if isinstance(value, int | float) and not 0 < value < 1:
+        raise ValueError("say the id of a file, or a share between 0 and 1, such as 0.05; without any, leave it out")
+    return value
+
+
 class Ask(BaseModel):
     """A piece of a request that refuses keys it does not know and never guesses a type."""
 
@@ -130,7 +137,7 @@ class TokenizerAsk(Ask):
 class DataAsk(Ask):
     train: tuple[FileId, ...] = Field(min_length=1, max_length=64)
     """Ids of uploaded files."""
-    validation: FileId | Annotated[Real, Field(gt=0, lt=1)] | None = None
+    validation: Annotated[FileId | Annotated[Real, Field(gt=0, lt=1)] | None, BeforeValidator(_share)] = None
     """A file, or the share of the training rows held out. Default: none."""
     evaluation: FileId | None = None
     """A file of multiple-choice questions, which the model is asked whenever it is validated (`training.eval_every`),
@@ -166,7 +173,7 @@ class LoraAsk(Ask):
     """Scale by `alpha / sqrt(rank)` instead, so that a larger rank learns as much (Kalajdzievski 2023)."""
     dropout: Real = Field(0.0, ge=0, lt=1)
     """Share of the adapter's inputs dropped in training."""
-    targets: Literal["all-linear"] | Annotated[tuple[config.Target, ...], Field(min_length=1)] = "all-linear"
+    targets: Annotated[tuple[config.Target, ...], Field(min_length=1)] | Literal["all-linear"] = "all-linear"
     """Which matrices are adapted: all that the model's family has, or those named. gpt2 and bloom have no gate."""
 
 
@@ -208,7 +215,7 @@ class TrainingAsk(Ask):
     """Tokens to train on, padding among them."""
     global_batch: Whole | None = Field(None, ge=1)
     """Rows per step. Default: 16, or what `parallel.data` needs."""
-    micro_batch: Literal["auto"] | Annotated[Whole, Field(ge=1)] = "auto"
+    micro_batch: Annotated[Whole, Field(ge=1)] | Literal["auto"] = "auto"
     """Rows per forward pass on one rank; auto takes what fits the memory, and keeps each rank of a pipeline busy."""
     lr: Real | None = Field(None, gt=0, le=10)
     """Default: 3e-4 from scratch, 2e-4 for LoRA, 2e-5 for a full fine-tune; for DPO 1e-5 with adapters and 1e-6

@@ -41,6 +41,7 @@ UPLOADS = [
     upload("pairs", "completion"),
     upload("preferences", "preference"),
     upload("questions", "choice"),
+    replace(upload("single", "chat"), examples=1),
     replace(upload("ids", "tokens"), container="parquet", tokens=6400, max_id=259),
     replace(upload("masked", "tokens"), container="megatron", tokens=6400, max_id=259, masked=True),
     replace(upload("foreign", "tokens"), container="parquet", tokens=6400, max_id=260),
@@ -487,6 +488,10 @@ REFUSALS: list[Any] = [
     ),
     pytest.param(
         FINETUNE, {"data": {"train": ["file-chat", "file-pairs"]}}, "data.train.1", "one format at a time", id="mixed"
+    ),
+    pytest.param(
+        FINETUNE, {"data": {"train": ["file-single"], "validation": 0.5}}, "data.validation", "of a single example",
+        id="a share of one",
     ),
     pytest.param(
         FINETUNE, {"data": {"train": ["file-chat"], "validation": "file-text"}}, "data.validation",
