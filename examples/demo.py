@@ -21,9 +21,9 @@ from typing import Any
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from api.client import Client
 from service import LOG, Failed, service
 from showing import as_script, console, fetch, final_loss, quote, run, seconds
-from trainshed import Client
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / ".demo"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from api.client import Client
 from service import Failed
-from trainshed import Client
 
 SHOWN = 20
 """Examples that a preview shows."""

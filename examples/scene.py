@@ -15,9 +15,9 @@ from typing import Any
 
 import rehearsal
 import smollm2
+from api.client import ApiError, Client
 from service import LOG, Failed, service
 from showing import console
-from trainshed import ApiError, Client
 
 ROOT = Path(__file__).resolve().parent.parent
 ANSWER_SECONDS = 180

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from trainshed import Client, Unreachable
+from api.client import Client, Unreachable
 
 START_SECONDS, STOP_SECONDS = 90, 40
 LOG = "serve.log"

@@ -15,8 +15,8 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from api.client import ApiError, Client, Damaged, Unreachable
 from service import LOG, Failed
-from trainshed import ApiError, Client, Damaged, Unreachable
 
 LAST_STEPS = 10
 """The loss of a step is that of a few rows; the mean over the last ones says more."""

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from api import client as client_module
+from api.client import ApiError, Client, Damaged, TrainshedError, Unreachable
 from tests.api import driving
 from tests.api.conftest import Live
-from trainshed import ApiError, Client, Damaged, TrainshedError, Unreachable
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = "adapter/adapter_model.safetensors"
@@ -91,7 +91,7 @@ def test_a_download_killed_in_the_middle_goes_on_where_it_was(live: Live, http, 
     dying = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from trainshed import Client\n"
+        "from api.client import Client\n"
         "url, key, job, into = sys.argv[1:]\n"
         "die = lambda path, done, total: 200_000 < done < total and os.kill(os.getpid(), signal.SIGKILL)\n"
         "Client(url, key).download(job, Path(into), report=die)\n"

@@ -23,12 +23,12 @@ import scene
 import service
 import smollm2
 import word_problems
+from api.client import Client
 from engine import gguf_file
 from engine.data.format import read_chunks, validate
 from engine.tokenizer import Tokenizer
 from tests.engine.data.make import jsonl
 from tests.engine.net.test_weights import DATA, llama
-from trainshed import Client
 
 # peft reads a property that transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -14,8 +14,9 @@ import yaml
 from pydantic import AliasChoices
 from pydantic_core import PydanticUndefined
 
-import trainshed
+from api import client as client_module
 from api.cli.specs import SpecLoader
+from api.client import Client, Event
 from core import settings as settings_module
 from core.failures import HINTS
 from core.history import CHOICE_METRICS, EVALUATION_METRICS, STEP_METRICS
@@ -69,15 +70,15 @@ def test_every_spec_in_yaml_is_a_valid_job_and_what_it_names_of_ours_is_there():
 
 
 def test_the_python_example_uses_the_client_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    client = create_autospec(trainshed.Client, instance=True)
+    client = create_autospec(Client, instance=True)
     client.__enter__.return_value = client
     client.upload.return_value = {"id": "file-0123456789abcdef01234567"}
     client.submit.return_value = client.job.return_value = {"id": "job-1", "model": "a"}
-    client.follow.return_value = [trainshed.Event("done", "1", {})]
+    client.follow.return_value = [Event("done", "1", {})]
     client.chat.return_value = {"choices": [{"message": {"content": "An immutable sequence."}}]}
     monkeypatch.chdir(ROOT)
     example = blocks(README, "python")[0]
-    with patch.object(trainshed, "Client", return_value=client):
+    with patch.object(client_module, "Client", return_value=client):
         exec(compile(example, "README.md", "exec"), {})
     JobSpec.model_validate(client.submit.call_args.args[0])
     assert client.upload.call_args.args[0].exists()
@@ -85,14 +86,14 @@ def test_the_python_example_uses_the_client_as_it_is(monkeypatch: pytest.MonkeyP
 
 
 def test_the_page_on_the_client_uses_it_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    client = create_autospec(trainshed.Client, instance=True)
+    client = create_autospec(Client, instance=True)
     client.__enter__.return_value = client
     client.upload.return_value = {"id": "file-0123456789abcdef01234567"}
     client.submit.return_value = {"id": "job-1"}
-    client.follow.return_value = [trainshed.Event("done", "1", {})]
-    page = (ROOT / "trainshed" / "README.md").read_text()
-    with patch.object(trainshed, "Client", return_value=client):
-        exec(compile(blocks(page, "python")[0], "trainshed/README.md", "exec"), {})
+    client.follow.return_value = [Event("done", "1", {})]
+    page = (ROOT / "docs" / "client.md").read_text()
+    with patch.object(client_module, "Client", return_value=client):
+        exec(compile(blocks(page, "python")[0], "docs/client.md", "exec"), {})
     JobSpec.model_validate(client.submit.call_args.args[0])
     client.download.assert_called_once_with("job-1", Path("result"))
 
