@@ -1,0 +1,208 @@
+"""Creates and reads of jobs beside a bare FastAPI route, in turns: `python -m benchmarks.api_speed`.
+
+Both run as one process, on a database of the same kind each, and are asked over as many connections by the same client.
+Prints a table, and writes all it measured to a file with the machine beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any
+
+import httpx
+
+from benchmarks.train_speed import RESULTS, ROOT, machine
+from core import broker, keys, schema
+from core.db import Database
+from core.settings import Settings
+
+KEY = "the-key-of-the-benchmark"
+CONNECTIONS = 8
+REQUESTS = 200
+"""Of one turn."""
+PATIENCE_SECONDS = 60.0
+SPEC = {
+    "kind": "pretrain",
+    "model": {
+        "architecture": "llama", "num_layers": 2, "hidden_size": 64, "num_heads": 2, "ffn_hidden_size": 128,
+        "max_seq_len": 128,
+    },
+    "tokenizer": {"type": "bytes"},
+    "data": {"seq_len": 64},
+    "training": {"steps": 10, "global_batch": 4},
+}  # fmt: skip
+
+
+@dataclass
+class Side:
+    """One of the two servers, and how long each of its requests took."""
+
+    name: str
+    port: int
+    body: bytes
+    key: str | None = None
+    ids: list[str] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """By kind of request: of each turn."""
+    latencies: dict[str, list[float]] = field(default_factory=dict)
+    """By kind of request: of each request, in seconds."""
+
+    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        lines = [f"{method} {path} HTTP/1.1", "host: bench", f"content-length: {len(body)}"]
+        if body:
+            lines.append("content-type: application/json")
+        if self.key is not None:
+            lines.append(f"authorization: Bearer {self.key}")
+        return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+    def turn(self, kind: str, number: int) -> None:
+        """Send this many requests, and note how long they took."""
+        ids = self.ids[-number:]
+        requests = [
+            self.request("POST", "/v1/jobs", self.body)
+            if kind == "create"
+            else self.request("GET", f"/v1/jobs/{ids[index % len(ids)]}")
+            for index in range(number)
+        ]
+        started = perf_counter()
+        answers = asyncio.run(asyncio.wait_for(ask(self.port, requests), PATIENCE_SECONDS))
+        self.seconds.setdefault(kind, []).append(perf_counter() - started)
+        self.latencies.setdefault(kind, []).extend(seconds for _, seconds in answers)
+        if kind == "create":
+            self.ids += [json.loads(body)["id"] for body, _ in answers]
+
+
+async def ask(port: int, requests: list[bytes]) -> list[tuple[bytes, float]]:
+    """Each answer's body and seconds, over `CONNECTIONS` connections that stay open."""
+    waiting = iter(requests)
+    answers: list[tuple[bytes, float]] = []
+
+    async def one_after_another() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for request in waiting:
+            started = perf_counter()
+            writer.write(request)
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+            body = await reader.readexactly(length)
+            answers.append((body, perf_counter() - started))
+            if head.split()[1] not in {b"200", b"201"}:
+                raise RuntimeError(f"{head.decode()}{body.decode()}")
+        writer.close()
+
+    await asyncio.gather(*(one_after_another() for _ in range(CONNECTIONS)))
+    return answers
+
+
+@contextmanager
+def process(*command: str, environment: dict[str, str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A server of its own, ended with the block."""
+    with subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, env=environment, text=True, **options) as running:
+        try:
+            yield running
+        finally:
+            running.terminate()
+
+
+@contextmanager
+def ours(folder: Path, url: str | None) -> Iterator[Side]:
+    """The API as it is served, without a worker."""
+    # The limit of a key's rate is looked at for each request all the same.
+    folder.mkdir()
+    settings = Settings(
+        data_dir=folder, admin_key=KEY, database_url=url, requests_per_minute=10**9, log_level="WARNING"
+    )
+    schema.upgrade(settings.database)
+    database = Database(settings.database)
+    with database.session() as session:
+        keys.ensure_admin(session, KEY)
+    database.close()
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    environment = dict(os.environ) | settings.environment()
+    command = ("api.server", "--fd", str(listening.fileno()))
+    with broker.running(settings), process(*command, environment=environment, pass_fds=[listening.fileno()]):
+        listening.close()
+        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"authorization": f"Bearer {KEY}"})
+        with client:
+            text = {"file": ("text.txt", b"to be or not to be\n" * 200)}
+            answer = client.post("/v1/files", data={"purpose": "pretrain"}, files=text, timeout=PATIENCE_SECONDS)
+            answer.raise_for_status()
+        spec = SPEC | {"data": {"train": [answer.json()["id"]], "seq_len": 64}}
+        yield Side("trainshed", port, json.dumps(spec).encode(), KEY)
+
+
+@contextmanager
+def bare(database: str, body: bytes) -> Iterator[Side]:
+    """The peer."""
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+    with process("benchmarks.bare_route", database, environment=environment, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        yield Side("bare route", json.loads(running.stdout.readline())["port"], body)
+
+
+def measure(rounds: int, requests: int, *, databases: Callable[[str], str | None] = lambda name: None) -> list[Side]:
+    """Both sides after `rounds` turns of creates and of reads each, the first of which is only a start.
+
+    `databases` gives each side's URL by its name; None: SQLite in a folder that goes with the block.
+    """
+    with tempfile.TemporaryDirectory(prefix="api-speed-") as name:
+        folder = Path(name)
+        peers_database = databases("bare") or f"sqlite:///{folder / 'bare.db'}"
+        with ours(folder / "shed", databases("ours")) as us, bare(peers_database, us.body) as peer:
+            for number in range(rounds + 1):
+                for kind in ("create", "read"):
+                    for side in (us, peer)[:: -1 if number % 2 else 1]:
+                        side.turn(kind, requests)
+    for side in (us, peer):
+        side.seconds = {kind: turns[1:] for kind, turns in side.seconds.items()}
+        side.latencies = {kind: each[requests:] for kind, each in side.latencies.items()}
+    return [us, peer]
+
+
+def table(us: Side, peer: Side, requests: int) -> str:
+    """The results as Markdown."""
+    lines = [
+        "| request | requests/s | of the bare route's (quartiles) | p99, ms | the bare route's |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, turns in us.seconds.items():
+        ratios = [theirs / our for our, theirs in zip(turns, peer.seconds[kind], strict=True)]
+        low, middle, high = quantiles(ratios, n=4)
+        p99 = [1e3 * quantiles(side.latencies[kind], n=100)[98] for side in (us, peer)]
+        lines.append(
+            f"| {kind} | {requests / median(turns):.0f} | {middle:.2f} ({low:.2f} to {high:.2f}) "
+            f"| {p99[0]:.0f} | {p99[1]:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10, help="turns that each has after its first; at least 2")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="of a turn")
+    parser.add_argument("--out", type=Path, default=RESULTS / "api_speed.json", help="file to write")
+    asked = parser.parse_args()
+    us, peer = measure(asked.rounds, asked.requests)
+    print(table(us, peer, asked.requests))  # noqa: T201
+    measured = {"machine": machine(), "connections": CONNECTIONS, "requests": asked.requests}
+    sides = {side.name: {"seconds": asdict(side)["seconds"]} for side in (us, peer)}
+    asked.out.write_text(json.dumps(measured | sides, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
