@@ -204,7 +204,9 @@ class Job(Base):
     __tablename__ = "jobs"
     __table_args__ = (
         Index("jobs_by_project", "project_id", "created_at", "id"),
-        Index("jobs_by_state", "state", "created_at"),
+        Index("jobs_by_project_and_state", "project_id", "state", "created_at", "id"),
+        Index("jobs_by_project_and_kind", "project_id", "kind", "created_at", "id"),
+        Index("jobs_in_line", "state", "priority", "created_at", "id"),
         UniqueConstraint("project_id", "idempotency_key"),
     )
 

@@ -1,0 +1,70 @@
+"""What is asked of the table of jobs most often is read along an index, however many jobs there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import event, text
+from sqlalchemy.orm import Session
+
+from core import jobs, scheduler
+from core.db import Database
+from core.keys import Account
+from core.models import Job
+from core.states import JobState
+from tests import make
+
+Look = Callable[[Session, Account, Job], object]
+LOOKS: dict[str, tuple[Look, str]] = {
+    "page": (lambda session, owner, _: jobs.page(session, owner), "jobs_by_project"),
+    "next page": (lambda session, owner, job: jobs.page(session, owner, after=job.id), "jobs_by_project"),
+    "state": (
+        lambda session, owner, job: jobs.page(session, owner, states=[JobState.FAILED], after=job.id),
+        "jobs_by_project_and_state",
+    ),
+    "kind": (
+        lambda session, owner, job: jobs.page(session, owner, kind="finetune", after=job.id),
+        "jobs_by_project_and_kind",
+    ),
+    "position": (lambda session, _, job: scheduler.position(session, job), "jobs_in_line"),
+}
+COUNT = 2000
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_page_and_a_place_in_the_line_are_read_along_an_index(look: str, database: Database, owner: Account) -> None:
+    ask, index = LOOKS[look]
+    with database.session() as session:
+        first = make.job(session, project_id=owner.project_id)
+        columns = [column.name for column in Job.__table__.columns]
+        # One state, one kind: nothing but the right index finds out early that there are no others.
+        values = ", ".join("'job-' || n" if name == "id" else f'jobs."{name}"' for name in columns)
+        names = ", ".join(f'"{name}"' for name in columns)
+        session.execute(
+            text(
+                f"WITH RECURSIVE numbers(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < {COUNT}) "
+                f"INSERT INTO jobs ({names}) SELECT {values} FROM jobs, numbers WHERE jobs.id = :first"
+            ),
+            {"first": first.id},
+        )
+    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text("ANALYZE"))
+    asked: list[tuple[str, Any]] = []
+
+    def hear(_connection: Any, _cursor: Any, sql: str, values: Any, *_rest: Any) -> None:
+        asked.append((sql, values))
+
+    with database.reading() as session:
+        listening = session.connection()
+        event.listen(listening, "before_cursor_execute", hear)
+        ask(session, owner, first)
+        sql, given = asked[-1]
+        explain = "EXPLAIN " if session.get_bind().dialect.name == "postgresql" else "EXPLAIN QUERY PLAN "
+        plan = "\n".join(str(row) for row in listening.exec_driver_sql(explain + sql, given))
+    assert f" {index} " in plan
+    assert "TEMP B-TREE" not in plan
+    assert "Sort" not in plan
+    assert "Seq Scan" not in plan
+    assert "SCAN jobs USING" not in plan
