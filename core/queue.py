@@ -12,6 +12,7 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
+from core.once import Once
 from core.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -22,6 +23,8 @@ CONTROL = "control"
 """Queue of what any host may do."""
 
 _PATIENCE_SECONDS = 1.0
+_MOMENT_SECONDS = 0.1
+"""One look at the queue sees all that was committed before it: more looks in so short a time would see the same."""
 
 
 def node_queue(node: str) -> str:
@@ -39,10 +42,11 @@ class Queue:
 
     def __init__(self, settings: Settings) -> None:
         self._url = broker_url(settings)
+        self._nudges = Once(lambda: self._send(TICK, [], CONTROL), moment_seconds=_MOMENT_SECONDS)
 
     def nudge(self) -> None:
-        """Let somebody look what can be scheduled."""
-        self._send(TICK, [], CONTROL)
+        """Let somebody look what can be scheduled, once for all that a busy moment brings."""
+        self._nudges.ask()
 
     def start(self, job_id: str, node: str) -> None:
         """Let `node` start a job that was placed there."""
@@ -55,6 +59,7 @@ class Queue:
             log.warning("message not sent", task=task, args=args, queue=queue, reason=str(error))
 
     def close(self) -> None:
+        self._nudges.finish()
         self._celery.close()
 
     @cached_property
