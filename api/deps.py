@@ -22,7 +22,8 @@ Scope = Literal["read", "submit", "admin"]
 bearer = HTTPBearer(auto_error=False, scheme_name="API key", description="On every route under `/v1`.")
 
 
-def get_services(request: Request) -> Services:
+# Not in a thread, which takes longer to reach than this to do.
+async def get_services(request: Request) -> Services:
     services: Services = request.app.state.services
     return services
 

@@ -13,11 +13,12 @@ from core.models import Job
 
 def shown(session: Session, job: Job) -> JobOut:
     """One job, whole."""
-    found = artifacts.of_jobs(session, [job.id])
-    return JobOut.of(job, artifacts=found.get(job.id, ()), position=scheduler.position(session, job))
+    # What was never started has left nothing behind.
+    found = artifacts.of_job(session, job.id) if job.attempt else ()
+    return JobOut.of(job, artifacts=found, position=scheduler.position(session, job))
 
 
 def shown_all(session: Session, jobs: Sequence[Job]) -> list[JobOut]:
     """A page of jobs. The position in the queue is left out: it costs a count for each."""
-    found = artifacts.of_jobs(session, [job.id for job in jobs])
+    found = artifacts.of_jobs(session, [job.id for job in jobs if job.attempt])
     return [JobOut.of(job, artifacts=found.get(job.id, ())) for job in jobs]

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from sqlalchemy import select
+from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from core import catalog, jobs, result_files
@@ -93,7 +93,10 @@ def _list(
 
 def of_job(session: Session, job_id: str) -> Sequence[Artifact]:
     """The files of a job's result, by path; none before it has one."""
-    return session.scalars(select(Artifact).where(Artifact.job_id == job_id).order_by(Artifact.path)).all()
+    return session.scalars(_OF_JOB, {"job": job_id}).all()
+
+
+_OF_JOB = select(Artifact).where(Artifact.job_id == bindparam("job")).order_by(Artifact.path)
 
 
 def of_jobs(session: Session, job_ids: Collection[str]) -> dict[str, list[Artifact]]:

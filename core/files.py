@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
-from sqlalchemy import Select, select
+from sqlalchemy import Select, bindparam, select
 from sqlalchemy.orm import Session
 
 from core import audit, inspecting, paging, quotas
@@ -168,7 +168,7 @@ def get(session: Session, owner: Account, file_id: str) -> File:
 def facts(session: Session, owner: Account, file_id: str, *, param: str | None = None) -> FileFacts:
     """What is known about a file, which stays until the commit. NotFound blames `param`, the field that named it."""
     try:
-        file = _one(session, _own(owner, file_id).with_for_update(read=True), file_id)
+        file = _one(session, _KEPT, file_id, {"file": file_id, "project": owner.project_id})
     except NotFound as error:
         raise NotFound(error.message, param=param) from error
     report = file.report
@@ -250,8 +250,13 @@ def _own(owner: Account, file_id: str) -> Select[File]:
     return select(File).where(File.id == file_id, File.project_id == owner.project_id)
 
 
-def _one(session: Session, query: Select[File], file_id: str) -> File:
-    file = session.scalars(query).one_or_none()
+_KEPT = (
+    select(File).where(File.id == bindparam("file"), File.project_id == bindparam("project")).with_for_update(read=True)
+)
+
+
+def _one(session: Session, query: Select[File], file_id: str, values: dict[str, str] | None = None) -> File:
+    file = session.scalars(query, values).one_or_none()
     if file is None:
         raise NotFound(f"There is no file {file_id!r}.", param="file_id")
     return file

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, TableValuedAlias, func, null, select, update
+from sqlalchemy import ColumnElement, TableValuedAlias, bindparam, func, null, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -71,23 +72,27 @@ def create(
         base_model=spec.model.base,
         slots=resolution.slots,
         state=S.QUEUED,
+        attempt=0,
         queue_reason="waits for the scheduler's next look",
         idempotency_key=idempotency_key,
         request_digest=request_digest,
         last_event=1,
     )
     try:
-        with session.begin_nested():
+        # Only a key can collide, and what it collided with is still to be read then.
+        with session.begin_nested() if idempotency_key else nullcontext():
             session.add(job)
+            session.add(_state_event(job, "queued"))
+            audit.record(session, owner, "job.created", job.id, name=job.name, kind=job.kind)
             session.flush()
     except IntegrityError:
         # Two requests with one key at once: the other was first.
-        if earlier := _earlier(session, owner, idempotency_key, request_digest, retried=retried):
+        earlier = (
+            _earlier(session, owner, idempotency_key, request_digest, retried=retried) if idempotency_key else None
+        )
+        if earlier:
             return earlier
         raise
-    session.add(_state_event(job, "queued"))
-    audit.record(session, owner, "job.created", job.id, name=job.name, kind=job.kind)
-    session.flush()
     hints.nudge(session)
     return job
 
@@ -141,10 +146,13 @@ def _earlier(
 
 def get(session: Session, owner: Account, job_id: str) -> Job:
     """A job of the owner's project."""
-    job = session.scalars(select(Job).where(Job.id == job_id, Job.project_id == owner.project_id)).one_or_none()
+    job = session.scalars(_OWN, {"job": job_id, "project": owner.project_id}).one_or_none()
     if job is None:
         raise NotFound(f"There is no job {job_id!r}.")
     return job
+
+
+_OWN = select(Job).where(Job.id == bindparam("job"), Job.project_id == bindparam("project"))
 
 
 def find(session: Session, job_id: str) -> Job:

@@ -106,7 +106,7 @@ def listing(session: Session) -> list[NodeStatus]:
 
 def cluster(session: Session) -> ClusterFacts:
     """What a job may count on. Hosts that are down for the moment count too; those that offer GPUs come first."""
-    known = session.scalars(select(Node)).all()
+    known = session.execute(_OFFERS).all()
     device = "cuda" if any(node.device == "cuda" for node in known) else "cpu"
     usable = [node for node in known if node.device == device]
     memories = [node.slot_memory_bytes for node in usable]
@@ -118,6 +118,9 @@ def cluster(session: Session) -> ClusterFacts:
         else None,
         slot_peak_flops=min((node.slot_peak_flops for node in usable if node.slot_peak_flops), default=None),
     )
+
+
+_OFFERS = select(Node.device, Node.num_slots, Node.slot_memory_bytes, Node.slot_peak_flops)
 
 
 def _lives() -> ColumnElement[bool]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, case, func, select
+from sqlalchemy import ColumnElement, Select, bindparam, case, func, select
 from sqlalchemy.orm import Session
 
 from core.db import Database
@@ -79,7 +79,7 @@ def storage_bytes(session: Session, project_ids: Collection[str]) -> dict[str, i
 
 def require_room_for_jobs(session: Session, project_id: str) -> None:
     """Raise QuotaExceeded where a job could do no more than wait, or nothing that it makes would fit."""
-    project = session.get_one(Project, project_id)
+    project = session.execute(_LIMITS, {"project": project_id}).one()
     if project.gpu_hours is not None and (used := gpu_hours(session, [project_id]).get(project_id, 0.0)) >= (
         project.gpu_hours
     ):
@@ -87,9 +87,13 @@ def require_room_for_jobs(session: Session, project_id: str) -> None:
             f"The project has used {used:.2f} of its {project.gpu_hours:g} GPU-hours of this month. They begin anew on"
             " the 1st (UTC); an admin of the organisation can give it more."
         )
-    left = storage_left(session, project_id)
-    if left is not None and left <= 0:
-        raise _storage_full(project.storage_bytes or 0)
+    if project.storage_bytes is not None and storage_bytes(session, [project_id]).get(project_id, 0) >= (
+        project.storage_bytes
+    ):
+        raise _storage_full(project.storage_bytes)
+
+
+_LIMITS = select(Project.gpu_hours, Project.storage_bytes).where(Project.id == bindparam("project"))
 
 
 def storage_left(session: Session, project_id: str) -> int | None:

@@ -6,7 +6,7 @@ It refuses what can't run, blames a field, and says what would work.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from math import ceil, prod
 from pathlib import Path
@@ -453,6 +453,8 @@ class _Choice:
     cluster: ClusterFacts
     packed: bool
     """Rows hold several documents."""
+    _known: dict[tuple[Parallel, int, int], Memory] = field(default_factory=dict)
+    """What was estimated before: the layout that is chosen was one of the candidates."""
 
     def parallel(self) -> Parallel:
         resources = self.spec.resources
@@ -472,7 +474,7 @@ class _Choice:
     def _automatic(self, gpus: int) -> Parallel:
         """As little tensor parallelism as memory allows: replicas exchange least."""
         fitting = [tensor for tensor in range(1, gpus + 1) if gpus % tensor == 0 and self._splits(tensor)]
-        for tensor in fitting:
+        for tensor in fitting[:-1]:
             candidate = Parallel(tensor=tensor, sequence=self._sequence(tensor), data=gpus // tensor)
             wish = self.spec.training.micro_batch
             if self._fits(candidate, micro_batch=1 if wish == "auto" else wish):
@@ -533,18 +535,21 @@ class _Choice:
 
     def needs(self, parallel: Parallel, *, micro_batch: int, micro_batches: int) -> Memory:
         """`micro_batches`: of a step, of one replica."""
-        return memory.estimate(
-            self.shape,
-            seq_len=self.seq_len,
-            micro_batch=micro_batch,
-            precision=self.precision,
-            parallel=parallel,
-            recompute=self.recompute,
-            lora=self.lora,
-            micro_batches=micro_batches,
-            packed=self.packed,
-            on_host=self.cluster.device == "cpu",
-        )
+        asked = (parallel, micro_batch, micro_batches)
+        if asked not in self._known:
+            self._known[asked] = memory.estimate(
+                self.shape,
+                seq_len=self.seq_len,
+                micro_batch=micro_batch,
+                precision=self.precision,
+                parallel=parallel,
+                recompute=self.recompute,
+                lora=self.lora,
+                micro_batches=micro_batches,
+                packed=self.packed,
+                on_host=self.cluster.device == "cpu",
+            )
+        return self._known[asked]
 
     def _splits(self, tensor: int) -> bool:
         try:
@@ -686,12 +691,13 @@ def _check_memory(needs: Memory, cluster: ClusterFacts) -> None:
 def _plan(shape: ModelShape, lora: Lora | None, needs: Memory, steps: int, rows: int, run: RunConfig) -> dict[str, Any]:
     parameters = memory.parameters(shape)
     adapters = memory.adapter_parameters(shape, lora) if lora else None
+    replayed = budget.replayed(run, shape)
     return {
         "parameters": parameters + (adapters or 0),
         "trainable_parameters": parameters if adapters is None else adapters,
         "ranks": run.parallel.ranks,
         "bytes_per_rank": needs.itemised(),
-        "recomputed": [operation for operation in OPERATIONS if operation in budget.replayed(run, shape)],
+        "recomputed": [operation for operation in OPERATIONS if operation in replayed],
         "estimated_rows": rows,
         "estimated_steps": steps,
         "estimated_tokens": steps * run.training.global_batch * run.data.seq_len,

@@ -47,7 +47,7 @@ JobId = Annotated[str, Path(alias="job_id", description="Id of the job.", exampl
 LABEL = re.compile(r"label\[(.{1,64})\]")
 
 
-def wanted_labels(request: Request) -> dict[str, str]:
+async def wanted_labels(request: Request) -> dict[str, str]:
     """`label[team]=a` of the query; FastAPI has no parameter of that form."""
     found = ((LABEL.fullmatch(name), value) for name, value in request.query_params.items())
     return {match.group(1): value for match, value in found if match}
