@@ -181,7 +181,7 @@ class Client:
                 parts.append(self._json("POST", f"{upload}/parts", again=True, files=form)["id"])
             whole = {"part_ids": parts}
             file: Json = self._json("POST", f"{upload}/complete", again=True, json=whole, timeout=self._patient)["file"]
-        except ApiError:
+        except BaseException:
             # It would stay open for an hour, and its bytes count against the project's.
             with suppress(TrainshedError):
                 self._json("POST", f"{upload}/cancel")

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from core import plans, quotas, webhooks
+from core import audit, plans, quotas, webhooks
 from core.keys import Account
 from core.models import (
     ApiKey,
@@ -526,12 +526,14 @@ class ModelOut(Out):
     shape: dict[str, Any]
 
     @classmethod
-    def of(cls, model: Model) -> Self:
+    def of(cls, model: Model, *, seen_by: Account) -> Self:
+        # A checkpoint that was shared with the caller's project doesn't say whose it is.
+        told = model.project_id is None or model.project_id == seen_by.project_id
         return cls(
             id=model.id,
             created=int(model.created_at),
-            owned_by=model.project_id or "trainshed",
-            job_id=model.job_id,
+            owned_by=(model.project_id or "trainshed") if told else "another-project",
+            job_id=model.job_id if told else None,
             shape=model.shape,
         )
 
@@ -802,7 +804,11 @@ class AuditLogOut(Out):
                 address=entry.address if told else None,
             ),
             request_id=entry.request_id if told else None,
-            data=entry.data,
+            data={
+                name: value
+                for name, value in entry.data.items()
+                if name != audit.OTHER_PROJECT or seen_by.manages_organization
+            },
         )
 
 

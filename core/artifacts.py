@@ -51,7 +51,7 @@ def publish(services: Services, job: Job, export: Path) -> None:
         with services.db.reading() as session:
             return any(artifact.storage_key.startswith(f"{prefix}/") for artifact in of_job(session, job.id))
 
-    with nothing_unlisted(services.storage, prefix, listed=listed):
+    with nothing_unlisted(partial(services.storage.delete_tree, prefix), listed=listed):
         services.storage.put_tree(prefix, export)
         table = result_files.store(services, job, prefix) if job.base_model is not None else None
         _list(services, job, prefix, found, shape, table)

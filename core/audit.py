@@ -28,6 +28,8 @@ class Origin:
     address: str | None = None
 
 
+OTHER_PROJECT = "to"
+"""Key of `data` for the id of a project other than the changed thing's; only for who manages the organisation."""
 NOWHERE = Origin()
 origin: ContextVar[Origin] = ContextVar("origin", default=NOWHERE)
 """Of the request that this thread or task works for; threads that it starts through anyio inherit it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from core.db import after_commit
 from core.models import Checkpoint, Job, new_id
 from core.paging import Page
 from core.services import Services
+from core.states import TERMINAL
 from core.storage import Storage, nothing_unlisted
 
 
@@ -32,7 +34,7 @@ def publish(
             rows = select(Checkpoint.id).where(Checkpoint.job_id == job_id, Checkpoint.storage_prefix == prefix)
             return session.scalars(rows).first() is not None
 
-    with nothing_unlisted(services.storage, prefix, listed=listed):
+    with nothing_unlisted(partial(services.storage.delete_tree, prefix), listed=listed):
         size = sum(stored.bytes for stored in services.storage.put_tree(prefix, folder))
         return _list(services, job_id, prefix, fence=fence, step=step, size=size, metrics=metrics)
 
@@ -66,10 +68,11 @@ def _list(
 
 
 def prune(services: Services, job_id: str, *, keep: int, spare: int | None = None) -> None:
-    """Forget all but the newest `keep` and that of step `spare`."""
+    """Forget all but the newest `keep`, that of step `spare`, and those that unfinished jobs start from."""
     with services.db.session() as session:
+        started_from = set(session.scalars(select(Job.base_model).where(Job.state.not_in(TERMINAL))))
         for old in _newest_first(session, job_id)[keep:]:
-            if old.step != spare:
+            if old.step != spare and old.id not in started_from:
                 session.delete(old)
                 _forget_later(session, services.storage, old.storage_prefix)
 

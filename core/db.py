@@ -23,6 +23,8 @@ BUSY_SECONDS = 15
 AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
 """The database is not there, is busy or takes no writes: the same can work later. Any other error would come back."""
 
+SCHEDULING = "scheduler"
+"""Name of the `lock` of whoever locks jobs of all projects, in whatever order."""
 _AFTER_COMMIT = "after_commit"
 
 

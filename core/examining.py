@@ -111,7 +111,11 @@ def _tokenizer(services: Services, model: Model) -> Iterator[Path]:
     if (folder := catalog.source_folder(model, services.settings.models)) is not None:
         yield folder
         return
-    prefix = model.source.partition(":")[2]
+    kind, _, prefix = model.source.partition(":")
+    if f"{kind}:" == catalog.CHECKPOINT:
+        raise InvalidModel(f"{model.id} is a checkpoint; name what its job starts from: it reads text alike.")
+    if f"{kind}:" == catalog.ADAPTER:
+        prefix = prefix.partition(":")[2]
     with tempfile.TemporaryDirectory(prefix="trainshed-tokenizer-") as made:
         for stored in services.storage.list(prefix):
             name = Path(stored.key.removeprefix(f"{prefix}/"))

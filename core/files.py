@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 from sqlalchemy import Select, bindparam, select
@@ -22,7 +23,7 @@ from core.models import File, Job, database_now, new_id
 from core.paging import Order, Page
 from core.spec import JobSpec
 from core.states import TERMINAL
-from core.storage import Storage
+from core.storage import Storage, nothing_unlisted
 from engine.data.format import Finding, Format, validate
 
 TRAINING = ("fine-tune", "pretrain")
@@ -87,7 +88,7 @@ def create(
     """
     chunks = quotas.within_storage(db, owner.project_id, chunks)
     with (
-        taken_in(storage, owner, filename=filename, purpose=purpose, chunks=chunks, max_bytes=max_bytes) as file,
+        taken_in(db, storage, owner, filename=filename, purpose=purpose, chunks=chunks, max_bytes=max_bytes) as file,
         db.session() as session,
     ):
         add(session, owner, file, expires_after=expires_after)
@@ -96,7 +97,14 @@ def create(
 
 @contextmanager
 def taken_in(
-    storage: Storage, owner: Account, *, filename: str, purpose: str, chunks: Iterable[bytes], max_bytes: int
+    db: Database,
+    storage: Storage,
+    owner: Account,
+    *,
+    filename: str,
+    purpose: str,
+    chunks: Iterable[bytes],
+    max_bytes: int,
 ) -> Iterator[File]:
     """A file that was judged good and lies in storage, for the caller to `add` and commit; else it is removed again."""
     check_purpose(purpose)
@@ -108,7 +116,12 @@ def taken_in(
         spool.seek(0)
         stored = storage.put_stream(key, _pieces(spool))
         assert stored == size, "what was received is what is kept"
-    try:
+
+    def listed() -> bool:
+        with db.reading() as session:
+            return session.get(File, id_) is not None
+
+    with nothing_unlisted(partial(storage.delete, key), listed=listed):
         yield File(
             id=id_,
             project_id=owner.project_id,
@@ -119,9 +132,6 @@ def taken_in(
             storage_key=key,
             report=report,
         )
-    except BaseException:
-        storage.delete(key)
-        raise
 
 
 def add(session: Session, owner: Account, file: File, *, expires_after: int | None) -> None:

@@ -13,8 +13,8 @@ from sqlalchemy import ColumnElement, TableValuedAlias, bindparam, func, null, s
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from core import audit, catalog, files, hints, history, nodes, outbox, paging, quotas
-from core.db import lock
+from core import audit, catalog, files, hints, history, nodes, outbox, paging, projects, quotas
+from core.db import SCHEDULING, lock
 from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound
 from core.failures import failure
 from core.files import FileFacts
@@ -25,7 +25,7 @@ from core.resolve import BaseFacts, Resolution, resolve
 from core.settings import Settings
 from core.spec import MOST_LABELS, JobChange, JobSpec
 from core.states import HELD, RETRIABLE, TERMINAL, UNDER_WAY, JobState, sources
-from engine.events import Event, Started
+from engine.events import ErrorCode, Event, Started
 
 S = JobState
 
@@ -56,6 +56,7 @@ def create(
     """
     if earlier := _earlier(session, owner, idempotency_key, request_digest, retried=retried):
         return earlier
+    projects.active(session, owner, owner.project_id)
     quotas.require_room_for_jobs(session, owner.project_id)
     resolution = resolved(session, owner, spec, settings)
     job = Job(
@@ -245,6 +246,7 @@ def resume(session: Session, owner: Account, job_id: str) -> Job:
         return job
     if job.state is not S.PAUSED:
         raise InvalidMove(f"The job {_words(job.state)}; only a paused one can be resumed.")
+    projects.active(session, owner, owner.project_id)
     audit.record(session, owner, "job.resumed", job_id)
     return _move(session, job_id, S.QUEUED, [], message="resumed", losses=0, retry_at=None)
 
@@ -260,6 +262,7 @@ def retry(session: Session, owner: Account, job_id: str, *, settings: Settings) 
     if job.state not in RETRIABLE:
         advice = "; resume it instead" if job.state is S.PAUSED else ""
         raise InvalidMove(f"The job {_words(job.state)}; only one that failed or was cancelled can be retried{advice}.")
+    projects.active(session, owner, owner.project_id)
     try:
         _needed(session, owner, JobSpec.model_validate(job.spec), settings)
     except DomainError as error:
@@ -297,6 +300,8 @@ def change(session: Session, owner: Account, job_id: str, wish: JobChange) -> Jo
 
 def cancel_all(session: Session, owner: Account, project_id: str) -> None:
     """End every job of a project, as `cancel` ends one. Whether `owner` may was decided before."""
+    # The scheduler locks jobs in another order.
+    lock(session, SCHEDULING)
     unfinished = select(Job.id).where(Job.project_id == project_id, Job.state.not_in({*TERMINAL, S.CANCELLING}))
     for job_id in session.scalars(unfinished.order_by(Job.id)).all():
         job = _locked(session, job_id)
@@ -496,8 +501,10 @@ def refit(session: Session, job: Job, *, settings: Settings) -> Job:
     owner = Account(project_id=job.project_id, key_id="", scopes=frozenset())
     try:
         resolution = resolved(session, owner, JobSpec.model_validate(job.spec), settings)
-    except InvalidSpec as error:
-        why = failure("out_of_memory", error.message, param=error.param)
+    except DomainError as error:
+        # What it starts from may be gone or damaged by now: to give the claim back would be to try for ever.
+        code: ErrorCode = "out_of_memory" if isinstance(error, InvalidSpec) else "invalid_model"
+        why = failure(code, error.message, param=error.param)
         return move(session, job.id, S.FAILED, fence=job.attempt, error=why)
     job.run_config, job.plan = resolution.run.model_dump(mode="json"), resolution.plan
     session.flush()

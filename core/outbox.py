@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,10 @@ def _body(type_: str, data: dict[str, Any], created_at: int) -> str:
 # Sending
 
 
+MOST_OF_A_PROJECT = 4
+"""Messages under way at once."""
+
+
 @dataclass(frozen=True)
 class Errand:
     """A message that this sender is to take to its endpoint, now."""
@@ -94,17 +99,23 @@ def take(session: Session, *, busy: Collection[str], most: int) -> list[Errand]:
     """Messages whose time has come, the oldest of each endpoint that is not `busy`.
 
     One an endpoint: so its messages arrive in order as long as all is well, and one that is slow delays only its own.
+    A few a project: so those of one that answer nothing leave places to the others.
     """
     due = WebhookDelivery.due_at <= database_now()
     waiting = (
-        select(WebhookDelivery.endpoint_id)
+        select(WebhookDelivery.endpoint_id, WebhookEndpoint.project_id)
+        .join(WebhookEndpoint)
         .where(due, WebhookDelivery.endpoint_id.not_in(busy))
-        .group_by(WebhookDelivery.endpoint_id)
+        .group_by(WebhookDelivery.endpoint_id, WebhookEndpoint.project_id)
         .order_by(func.min(WebhookDelivery.due_at))
-        .limit(most)
     )
-    errands = []
-    for endpoint_id in session.scalars(waiting).all():
+    under_way = select(WebhookEndpoint.project_id).where(WebhookEndpoint.id.in_(busy))
+    taken, errands = Counter(session.scalars(under_way)), list[Errand]()
+    for endpoint_id, project_id in session.execute(waiting).all():
+        if len(errands) == most:
+            break
+        if taken[project_id] == MOST_OF_A_PROJECT:
+            continue
         oldest = (
             select(WebhookDelivery)
             .where(due, WebhookDelivery.endpoint_id == endpoint_id)
@@ -113,6 +124,7 @@ def take(session: Session, *, busy: Collection[str], most: int) -> list[Errand]:
         )
         message = session.scalars(oldest.with_for_update(skip_locked=True)).first()
         if message is not None:
+            taken[project_id] += 1
             message.attempts += 1
             message.due_at = (session.scalar(select(database_now())) or 0.0) + HELD_SECONDS
             endpoint = session.get_one(WebhookEndpoint, endpoint_id)

@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Float, String, and_, bindparam, func, or_,
 from sqlalchemy.orm import Session
 
 from core import jobs, nodes, quotas
-from core.db import lock
+from core.db import SCHEDULING, lock
 from core.errors import InvalidMove
 from core.models import Job, Slot, database_now
 from core.quotas import Allowance
@@ -142,7 +142,7 @@ def _are(count: int) -> str:
 
 def tick(session: Session, *, claim_within: timedelta = CLAIM_WITHIN) -> list[Placement]:
     """Give free slots to queued jobs, tell their nodes after the commit, and write down why the rest waits."""
-    lock(session, "scheduler")
+    lock(session, SCHEDULING)
     device = Job.run_config["device"].as_string()
     queued = session.execute(
         select(Job.id, Job.slots, device, Job.project_id, Job.queue_reason).where(_ready()).order_by(*_ORDER)

@@ -91,5 +91,5 @@ def _record(session: Session, owner: Account, home: str, became: str, permission
         permission.id,
         project_id=home,
         checkpoint=permission.checkpoint_id,
-        to=permission.project_id,
+        **{audit.OTHER_PROJECT: permission.project_id},
     )

@@ -136,15 +136,19 @@ class Storage:
 
 
 @contextmanager
-def nothing_unlisted(storage: Storage, prefix: str, *, listed: Callable[[], bool]) -> Iterator[None]:
-    """Where what is done within fails, remove what it stored beneath `prefix`, unless it is `listed` all the same."""
+def nothing_unlisted(remove: Callable[[], object], *, listed: Callable[[], bool]) -> Iterator[None]:
+    """Where what is done within fails, `remove` what it stored, unless it is `listed` all the same.
+
+    A commit may have come through, and only word of it got lost. Where nobody can tell, it stays: bytes without a row
+    cost room, a row without bytes costs the data.
+    """
     try:
         yield
-    except Exception:
+    except BaseException:
         # Whatever goes wrong here too: the first reason is the one to tell.
         with suppress(Exception):
             if not listed():
-                storage.delete_tree(prefix)
+                remove()
         raise
 
 

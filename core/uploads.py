@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from sqlalchemy import Select, delete, select, update
 from sqlalchemy.orm import Session
@@ -21,7 +22,7 @@ from core.errors import FileTooLarge, InvalidMove, InvalidRequest, NotFound
 from core.keys import Account
 from core.models import File, Upload, UploadPart, database_now, new_id
 from core.paging import Order, Page
-from core.storage import Storage
+from core.storage import Storage, nothing_unlisted
 
 PART_BYTES = 64 * 1024**2
 """Largest part."""
@@ -137,7 +138,12 @@ def add_part(db: Database, storage: Storage, owner: Account, upload_id: str, chu
     id_ = new_id("part")
     key = _key(upload_id, id_)
     digest = hashlib.md5(usedforsecurity=False)
-    try:
+
+    def listed() -> bool:
+        with db.reading() as session:
+            return session.get(UploadPart, id_) is not None
+
+    with nothing_unlisted(partial(storage.delete, key), listed=listed):
         size = storage.put_stream(key, _digested(quotas.within_storage(db, owner.project_id, chunks), digest))
         if size == 0:
             raise InvalidRequest("The part is empty; leave it out.", param="data")
@@ -147,9 +153,6 @@ def add_part(db: Database, storage: Storage, owner: Account, upload_id: str, chu
             quotas.take_storage(session, owner.project_id, size)
             session.add(part)
             session.flush()
-    except BaseException:
-        storage.delete(key)
-        raise
     return part
 
 
@@ -274,6 +277,7 @@ def complete(
     try:
         with (
             files.taken_in(
+                db,
                 storage,
                 owner,
                 filename=upload.filename,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request
+from fastapi import APIRouter, Depends, Header, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
@@ -23,6 +22,7 @@ from api.deps import (
     SubmitterDep,
 )
 from api.errors import errors
+from api.labels import wanted_by
 from api.openai_shapes import (
     FineTuningCheckpointList,
     FineTuningCheckpointOut,
@@ -36,31 +36,39 @@ from api.openai_shapes import (
 )
 from api.schemas import DeletedOut
 from core import checkpoints, events, jobs, openai_jobs, result_files, scheduler, sharing
-from core.errors import DomainError, Forbidden, InvalidModel, InvalidMove, InvalidRequest, InvalidSpec, NotFound
+from core.errors import (
+    DomainError,
+    Forbidden,
+    InvalidModel,
+    InvalidMove,
+    InvalidRequest,
+    InvalidSpec,
+    NotFound,
+    QuotaExceeded,
+)
+from core.keys import Account
 from core.models import Job
 from core.openai_spec import FineTuneAsk
 from core.paging import Order
 
 router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"])
 
-METADATA = re.compile(r"metadata\[(.{1,64})\]")
 ORDERS: dict[str, Order] = {"ascending": "asc", "descending": "desc"}
 
 JobId = Annotated[str, Path(alias="job_id", description="Id of the job.", examples=["ftjob-4f1c09a1b2c3d4e5f6a7b8c9"])]
 Name = Annotated[str, Path(description="Id of a checkpoint.")]
 
 
-def wanted_metadata(request: Request) -> dict[str, str]:
-    """`metadata[team]=a` of the query; FastAPI has no parameter of that form."""
-    found = ((METADATA.fullmatch(name), value) for name, value in request.query_params.items())
-    return {match.group(1): value for match, value in found if match}
-
-
-def known_fine_tune(job_id: JobId, owner: OwnerDep, session: ReadingDep) -> str:
+def fine_tune(session: Session, owner: Account, job_id: str) -> str:
     """The id, once it is sure that there is such a job, and that it is one that this dialect has words for."""
     job = jobs.get(session, owner, job_id)
     openai_jobs.check_is_fine_tune(job)
     return job.id
+
+
+def known_fine_tune(job_id: JobId, owner: OwnerDep, session: ReadingDep) -> str:
+    """`fine_tune`, for routes that read."""
+    return fine_tune(session, owner, job_id)
 
 
 FineTuneDep = Annotated[str, Depends(known_fine_tune)]
@@ -77,7 +85,7 @@ def shown_all(session: Session, found: Sequence[Job]) -> list[FineTuningJobOut]:
     return [FineTuningJobOut.of(job, now=now, result_file=files.get(job.id)) for job in found]
 
 
-@router.post("/jobs", responses=errors(InvalidSpec, InvalidModel, NotFound, Forbidden))
+@router.post("/jobs", responses=errors(InvalidSpec, InvalidModel, NotFound, Forbidden, QuotaExceeded))
 def create(
     ask: FineTuneAsk,
     owner: SubmitterDep,
@@ -116,7 +124,7 @@ def create(
 def list_jobs(
     owner: OwnerDep,
     session: ReadingDep,
-    wanted: Annotated[dict[str, str], Depends(wanted_metadata)],
+    wanted: Annotated[dict[str, str], Depends(wanted_by("metadata"))],
     after: AfterDep = None,
     limit: LimitDep = 20,
     metadata: Annotated[Literal["null"] | None, Query(description="null: only jobs without any metadata.")] = None,
@@ -135,21 +143,21 @@ def get_job(job_id: FineTuneDep, owner: OwnerDep, session: ReadingDep) -> FineTu
 
 
 @router.post("/jobs/{job_id}/cancel", responses=errors(NotFound, InvalidMove, Forbidden))
-def cancel(job_id: FineTuneDep, owner: SubmitterDep, session: SessionDep) -> FineTuningJobOut:
+def cancel(job_id: JobId, owner: SubmitterDep, session: SessionDep) -> FineTuningJobOut:
     """Cancel a fine-tune. Its `status` is cancelled once no process of it is left."""
-    return shown(session, jobs.cancel(session, owner, job_id))
+    return shown(session, jobs.cancel(session, owner, fine_tune(session, owner, job_id)))
 
 
 @router.post("/jobs/{job_id}/pause", responses=errors(NotFound, InvalidMove, Forbidden))
-def pause(job_id: FineTuneDep, owner: SubmitterDep, session: SessionDep) -> FineTuningJobOut:
+def pause(job_id: JobId, owner: SubmitterDep, session: SessionDep) -> FineTuningJobOut:
     """Pause a fine-tune. It saves its progress, gives its slots back, and is `queued` until somebody resumes it."""
-    return shown(session, jobs.pause(session, owner, job_id))
+    return shown(session, jobs.pause(session, owner, fine_tune(session, owner, job_id)))
 
 
 @router.post("/jobs/{job_id}/resume", responses=errors(NotFound, InvalidMove, Forbidden))
-def resume(job_id: FineTuneDep, owner: SubmitterDep, session: SessionDep) -> FineTuningJobOut:
+def resume(job_id: JobId, owner: SubmitterDep, session: SessionDep) -> FineTuningJobOut:
     """Resume a paused fine-tune from its newest checkpoint."""
-    return shown(session, jobs.resume(session, owner, job_id))
+    return shown(session, jobs.resume(session, owner, fine_tune(session, owner, job_id)))
 
 
 @router.get("/jobs/{job_id}/events", responses=errors(NotFound))

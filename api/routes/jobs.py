@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Annotated, Literal
 
@@ -23,6 +22,7 @@ from api.deps import (
     SubmitterDep,
 )
 from api.errors import errors
+from api.labels import wanted_by
 from api.schemas import (
     ArtifactList,
     ArtifactOut,
@@ -44,13 +44,6 @@ from core.states import TERMINAL, JobState
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 JobId = Annotated[str, Path(alias="job_id", description="Id of the job.", examples=["job-4f1c09a1b2c3d4e5f6a7b8c9"])]
-LABEL = re.compile(r"label\[(.{1,64})\]")
-
-
-async def wanted_labels(request: Request) -> dict[str, str]:
-    """`label[team]=a` of the query; FastAPI has no parameter of that form."""
-    found = ((LABEL.fullmatch(name), value) for name, value in request.query_params.items())
-    return {match.group(1): value for match, value in found if match}
 
 
 @router.post("", status_code=201, responses=errors(InvalidSpec, NotFound, Forbidden, QuotaExceeded))
@@ -85,7 +78,7 @@ def submit(
 def list_jobs(
     owner: OwnerDep,
     session: ReadingDep,
-    labels: Annotated[dict[str, str], Depends(wanted_labels)],
+    labels: Annotated[dict[str, str], Depends(wanted_by("label"))],
     after: AfterDep = None,
     limit: LimitDep = 20,
     state: Annotated[list[JobState] | None, Query(description="In any of these; may be repeated.")] = None,
@@ -195,7 +188,8 @@ def get_metrics(
     owner: OwnerDep,
     session: ReadingDep,
     names: Annotated[
-        list[str] | None, Query(description="Such as `loss`, `lr`; repeated or separated by commas. Default: all.")
+        list[str] | None,
+        Query(max_length=100, description="Such as `loss`; repeated or separated by commas. Default: all."),
     ] = None,
     from_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
     to_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
@@ -212,7 +206,7 @@ def get_metrics(
     with `validation_` before; `choice_accuracy` and `choice_accuracy_normalized` where `data.evaluation` is asked.
     """
     job = jobs.get(session, owner, job_id)
-    wanted = [name for given in names or [] for name in given.split(",") if name]
+    wanted = dict.fromkeys(name for given in names or [] for name in given.split(",") if name)
     found = metrics.series(session, job.id, names=wanted, from_step=from_step, to_step=to_step, max_points=max_points)
     return MetricsOut(series=found)
 

@@ -37,14 +37,14 @@ class NewModel(BaseModel):
 def register(new: NewModel, owner: SubmitterDep, session: SessionDep, services: ServicesDep) -> ModelOut:
     """Register a base: a folder under the models directory, or a job's result under a name of your own."""
     source = new.source if isinstance(new.source, str) else {"job": new.source.job}
-    return ModelOut.of(catalog.register(session, owner, new.id, source, models=services.settings.models))
+    return ModelOut.of(catalog.register(session, owner, new.id, source, models=services.settings.models), seen_by=owner)
 
 
 @router.get("", responses=errors())
 def list_models(owner: OwnerDep, session: ReadingDep, services: ServicesDep) -> ModelList:
     """List the models that can be trained further or sampled from."""
     found = catalog.list_(session, owner, models=services.settings.models)
-    return ModelList(data=[ModelOut.of(model) for model in found])
+    return ModelList(data=[ModelOut.of(model, seen_by=owner) for model in found])
 
 
 # A model's name may hold slashes, which arrive decoded.
@@ -56,7 +56,7 @@ def get_model(
     services: ServicesDep,
 ) -> ModelOut:
     """Get a model."""
-    return ModelOut.of(catalog.get(session, owner, model, models=services.settings.models))
+    return ModelOut.of(catalog.get(session, owner, model, models=services.settings.models), seen_by=owner)
 
 
 @router.delete("/{model:path}", responses=errors(NotFound, InUse, Forbidden))

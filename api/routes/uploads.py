@@ -66,7 +66,7 @@ class Completion(BaseModel):
     """Of the whole file, in hexadecimal digits; checked where it is there."""
 
 
-@router.post("", responses=errors(FileTooLarge, Forbidden))
+@router.post("", responses=errors(FileTooLarge, Forbidden, QuotaExceeded))
 def create_upload(new: NewUpload, owner: SubmitterDep, session: SessionDep, services: ServicesDep) -> UploadOut:
     """Begin an upload in parts. It takes them for an hour.
 

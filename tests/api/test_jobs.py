@@ -168,6 +168,16 @@ def test_lists_go_newest_first_in_pages_and_are_filtered(http):
     assert http.get("/v1/jobs", params=of_two).json()["data"] == []
 
 
+@pytest.mark.parametrize(("path", "word"), [("jobs", "label"), ("fine_tuning/jobs", "metadata")])
+def test_more_labels_than_a_job_can_have_are_not_looked_for(http, path, word):
+    def asked(number):
+        return http.get(f"/v1/{path}", params={f"{word}[{name}]": "x" for name in range(number)})
+
+    assert asked(16).status_code == 200
+    error = envelope(asked(17), 400)
+    assert error["param"] == word
+
+
 def test_what_happened_is_listed_in_order_with_unique_ids_and_by_type(live, http):
     job = driving.submit(http)["id"]
     driving.succeed(live.services, job, driving.run(live.services, job))

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 from sqlalchemy import select
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
 
 from core import files
 from core.db import Database
@@ -137,6 +139,24 @@ def test_an_object_without_a_row_is_removed_again(
 )
 def test_a_clients_name_is_a_label_and_never_a_path(filename: str, label: str) -> None:
     assert files.label(filename) == label
+
+
+def test_a_file_whose_commit_came_through_stays_when_word_of_it_got_lost(
+    database: Database, storage: Storage, owner: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Session.commit
+
+    def lost(session: Session) -> None:
+        commit(session)
+        raise OperationalError("COMMIT", None, ConnectionResetError())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "commit", lost)
+        with pytest.raises(OperationalError):
+            upload(database, storage, owner, CHAT)
+    with database.reading() as session:
+        file = session.scalars(select(File)).one()
+    assert b"".join(files.content(storage, file)) == CHAT
 
 
 def test_an_evil_name_writes_nothing_outside(database: Database, storage: Storage, owner: Account) -> None:

@@ -11,10 +11,10 @@ from sqlalchemy.orm import Session
 
 from core import events, files, jobs, nodes, scheduler
 from core.db import Database
-from core.errors import InUse, InvalidMove, InvalidSpec, NotFound
+from core.errors import InUse, InvalidMove, InvalidRequest, InvalidSpec, NotFound
 from core.failures import failure
 from core.keys import Account
-from core.models import Job, Slot
+from core.models import Job, Project, Slot
 from core.settings import Settings
 from core.spec import MOST_LABELS, JobChange
 from core.states import HELD, MOVES, TERMINAL, UNDER_WAY, JobState
@@ -331,6 +331,40 @@ def test_a_claim_raises_the_attempt_and_starts_a_lease(session: Session) -> None
 def test_a_late_message_cannot_claim_a_job_that_was_placed_elsewhere(session: Session) -> None:
     job = make.job(session, state=S.STARTING, holder=None, node="node-2")
     assert jobs.claim(session, job.id, "supervisor-1", LEASE, node="node-1") is None
+
+
+def test_a_job_whose_base_is_gone_when_its_first_host_takes_it_fails_and_says_so(
+    session: Session, owner: Account, tmp_settings: Settings
+) -> None:
+    make.file(session)
+    made = jobs.create(session, owner, make.spec(), settings=tmp_settings)
+    made.spec = made.spec | {"kind": "finetune", "model": {"base": "ftckpt-gone"}}
+    make.node(session, device="cuda")
+    jobs.place(session, made.id, "node-1", [0], claim_within=LEASE)
+    claimed = jobs.claim(session, made.id, "supervisor-1", LEASE, node="node-1")
+    assert claimed is not None
+    failed = jobs.refit(session, claimed, settings=tmp_settings)
+    assert failed.state is S.FAILED
+    assert failed.error is not None
+    assert failed.error["code"] == "invalid_model"
+    assert "ftckpt-gone" in failed.error["message"]
+    assert held_slots(session) == [None, None]
+
+
+def test_an_archived_project_gets_no_job_however_late_its_key_was_checked(
+    session: Session, owner: Account, tmp_settings: Settings
+) -> None:
+    make.file(session)
+    paused, failed = make.job(session, state=S.PAUSED), make.job(session, state=S.FAILED)
+    session.get_one(Project, owner.project_id).archived_at = 1.0
+    session.flush()
+    for late in (
+        lambda: jobs.create(session, owner, make.spec(), settings=tmp_settings),
+        lambda: jobs.resume(session, owner, paused.id),
+        lambda: jobs.retry(session, owner, failed.id, settings=tmp_settings),
+    ):
+        with pytest.raises(InvalidRequest, match="archived"):
+            late()
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,21 @@ def test_one_endpoint_with_much_to_hear_keeps_no_other_waiting(database: Databas
     assert other in {errand.id for errand in errands}
 
 
+def test_one_project_with_much_to_say_leaves_places_to_the_others(database: Database) -> None:
+    with database.session() as session:
+        many = [make.webhook(session, event_types=["job.cancelled"]) for _ in range(10)]
+        jobs.move(session, make.job(session).id, JobState.CANCELLED)
+        theirs = make.project(session)
+        other = make.webhook(session, project_id=theirs.id, event_types=["job.cancelled"])
+        jobs.move(session, make.job(session, project_id=theirs.id).id, JobState.CANCELLED)
+    reached = {errand.endpoint.id for errand in take(database)}
+    assert len(reached & {endpoint.id for endpoint in many}) == outbox.MOST_OF_A_PROJECT
+    assert other.id in reached
+    come_due(database)
+    # What is under way counts as well.
+    assert not {errand.endpoint.id for errand in take(database, *reached)} & {endpoint.id for endpoint in many}
+
+
 def test_what_became_of_a_message_is_kept_for_a_week(database: Database) -> None:
     old, waiting = one_message(database), one_message(database)
     with database.session() as session:

@@ -162,6 +162,21 @@ def test_only_the_newest_checkpoints_are_kept(services: Services, tmp_path: Path
     assert kept == {"step-00000020", "step-00000030"}
 
 
+def test_a_checkpoint_that_a_waiting_job_starts_from_is_kept_for_it(services: Services, tmp_path: Path) -> None:
+    job = running(services)
+    first = checkpoints.publish(services, job.id, fence=1, step=1, folder=saved(tmp_path / "1"), metrics={})
+    with services.db.session() as session:
+        waiting = make.job(session, base_model=first.id)
+    checkpoints.publish(services, job.id, fence=1, step=2, folder=saved(tmp_path / "2"), metrics={})
+    checkpoints.prune(services, job.id, keep=1)
+    with services.db.session() as session:
+        assert sorted(found.step for found in checkpoints.page(session, job).data) == [1, 2]
+        jobs.move(session, waiting.id, S.CANCELLED)
+    checkpoints.prune(services, job.id, keep=1)
+    with services.db.reading() as session:
+        assert [found.step for found in checkpoints.page(session, job).data] == [2]
+
+
 def test_the_best_checkpoint_outlives_newer_ones_and_the_newest_knows_it(services: Services, tmp_path: Path) -> None:
     job = running(services)
     for step in (10, 20, 30, 40):

@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from api.schemas import AuditLogOut, ModelOut
 from core import catalog, sharing
 from core.errors import Forbidden, NotFound
 from core.keys import Account
@@ -37,6 +38,22 @@ def test_a_permission_opens_one_checkpoint_to_one_project(
         catalog.get(session, other, shared.id, models=tmp_path)
     told = session.scalars(select(AuditLog.action).order_by(AuditLog.created_at, AuditLog.id)).all()
     assert sorted(told) == ["checkpoint_permission.created", "checkpoint_permission.deleted"]
+
+
+def test_whose_checkpoint_it_is_and_with_whom_it_is_shared_is_told_to_those_alone_who_may_know(
+    session: Session, owner: Account, other: Account, tmp_path: Path
+) -> None:
+    shared = make.checkpoint(session, make.job(session), 1)
+    sharing.grant(session, owner, shared.id, [other.project_id])
+    model = catalog.get(session, other, shared.id, models=tmp_path)
+    theirs = ModelOut.of(model, seen_by=other)
+    assert (theirs.owned_by, theirs.job_id) == ("another-project", None)
+    assert ModelOut.of(model, seen_by=owner).job_id == shared.job_id
+    entry = session.scalars(select(AuditLog)).one()
+    admin = Account(project_id=owner.project_id, key_id="key-3", scopes=frozenset({"admin"}))
+    assert AuditLogOut.of(entry, seen_by=admin).data == {"checkpoint": shared.id, "to": other.project_id}
+    of_a_project = Account(project_id="proj-home", key_id="key-4", scopes=frozenset({"admin"}))
+    assert AuditLogOut.of(entry, seen_by=of_a_project).data == {"checkpoint": shared.id}
 
 
 def test_only_who_manages_the_organisation_shares_and_learns_who_shares(
