@@ -14,7 +14,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import held_out
-from scene import HOME, Scene, parser, scene
+from scene import Scene, parser, scene
 from service import Failed
 from showing import as_script, console, fetch, quote, run, seconds, series
 
@@ -103,4 +103,4 @@ def spec(there: Scene, train: str, validation: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    as_script(main, HOME / NAME)
+    as_script(main)

@@ -134,4 +134,4 @@ def speak(client: Client, pretrained: dict[str, Any], tuned: dict[str, Any]) -> 
 
 
 if __name__ == "__main__":
-    as_script(main, DEMO)
+    as_script(main)

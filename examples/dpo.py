@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import word_problems
-from scene import HOME, Scene, parser, scene
+from scene import Scene, parser, scene
 from service import Failed
 from showing import as_script, console, fetch, quote, run, seconds, series
 
@@ -102,4 +102,4 @@ def line_of(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    as_script(main, HOME / NAME)
+    as_script(main)

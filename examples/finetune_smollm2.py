@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import held_out
 import word_problems
-from scene import HOME, Scene, parser, scene
+from scene import Scene, parser, scene
 from service import Failed
 from showing import as_script, console, fetch, quote, run, seconds, series
 
@@ -157,4 +157,4 @@ def ask(client: Any, model: str, question: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    as_script(main, HOME / NAME)
+    as_script(main)

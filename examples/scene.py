@@ -77,7 +77,7 @@ def scene(name: str, told: argparse.Namespace) -> Iterator[Scene]:
     folder.mkdir(parents=True, exist_ok=True)
     default = ROOT / "trainshed-data" / "models" if told.url else HOME / "models"
     models: Path = (told.models_dir or default).absolute()
-    base = told.base or (rehearsal.base(models) if told.short else smollm2.base(models, HOME / "downloads"))
+    base = told.base or (rehearsal.base(models) if told.short else smollm2.base(models))
     with ExitStack() as stack:
         if told.url is None:
             shutil.rmtree(folder / "data", ignore_errors=True)

@@ -53,6 +53,9 @@ def service(folder: Path, **environment: str) -> Iterator[Client]:
             raise Failed(f"the service ended with exit code {code}")
         if left := ours(data):
             raise Failed(f"processes were left behind: {[describe(process) for process in left]}")
+    except Exception as error:
+        error.add_note(f"The end of {folder / LOG}:\n{(folder / LOG).read_text(errors='replace')[-3000:]}")
+        raise
     finally:
         process.kill()
         process.wait()

