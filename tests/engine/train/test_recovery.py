@@ -184,7 +184,8 @@ def test_weights_that_a_validation_finds_broken_are_gone_back_from_before_they_a
     monkeypatch.setattr(trainer, "learning_rate", lambda *_, **__: next(rates, 1e-3))
     training = {"non_finite": "roll_back", "checkpoint_every": 1, "steps": 3}
     run = with_validation(training=training)
-    losses, (warning,), said = on(None, tmp_path / "run", base, run, bad="nowhere")
+    losses, (same_data, warning), said = on(None, tmp_path / "run", base, run, bad="nowhere")
+    assert "byte for byte" in same_data
     assert said is None
     assert len(losses) == 4
     assert warning == (
