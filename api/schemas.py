@@ -86,6 +86,68 @@ class FileOut(Out):
         )
 
 
+class FindingOut(Out):
+    """One thing that is wrong, or odd, in a file."""
+
+    line: int | None
+    column: int | None
+    field: str | None
+    """Such as `messages[2].content`; null where the line as a whole is meant."""
+    message: str
+
+
+class PlacesOut(Out):
+    """Examples that share a fate."""
+
+    count: int
+    lines: list[dict[str, Any]]
+    """Where the first of them are: `line`, and what is known of it (`tokens`, or the `message` of who refused it)."""
+
+
+class ReportOut(Out):
+    """What is known of a file; from `base` on only where one was named. What doesn't concern its format is left out."""
+
+    model_config = ConfigDict(extra="allow")
+
+    format: str | None = None
+    """`text`, `chat`, `completion`, `preference`, `choice` or `tokens`; null: it is no training data."""
+    plain_text: bool = False
+    """It is text as it stands, not JSON Lines."""
+    examples: int = 0
+    """Documents, conversations or pairs that can be trained on, or questions to ask."""
+    characters: int = 0
+    """Of their text, markup left out."""
+    empty_lines: int = 0
+    errors: list[FindingOut] = []
+    warnings: list[FindingOut] = []
+    vocab_size: int | None = None
+    """Of a tokenizer: entries."""
+    base: str | None = None
+    """Name of the model that the rest is told for."""
+    seq_len: int | None = None
+    """Tokens in a row."""
+    complete: bool = True
+    """False: it took too long, and what was read until then is told."""
+    examined: int = 0
+    kept: int = 0
+    truncated: PlacesOut | None = None
+    dropped: PlacesOut | None = None
+    """Longer than a row."""
+    untrainable: PlacesOut | None = None
+    """Nothing in them would be learned."""
+    refused: PlacesOut | None = None
+    """The base's chat template has no form for them."""
+    longest: dict[str, int] | None = None
+    """`line` and `tokens`."""
+    tokens: int | None = None
+    trainable_tokens: int | None = None
+    rows: int | None = None
+    filled: float | None = None
+    """Share of the rows' tokens that is no padding."""
+    problem: str | None = None
+    """Why a job that reads the file so would fail; null: it would not."""
+
+
 class SpanOut(Out):
     """A run of text that is learned, or is not."""
 

@@ -17,7 +17,7 @@ from api import forms, ranges
 from api.deps import AfterDep, OrderDep, OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep, WithinStorage
 from api.errors import errors
 from api.forms import Form
-from api.schemas import DeletedOut, FileList, FileOut, PreviewOut
+from api.schemas import DeletedOut, FileList, FileOut, PreviewOut, ReportOut
 from core import examining, files, inspecting
 from core.errors import (
     FileTooLarge,
@@ -184,7 +184,12 @@ SeqLenDep = Annotated[int | None, Query(ge=2, le=2**20, description="Tokens in a
 OverlongDep = Annotated[Overlong, Query(description="What a job would do with an example longer than a row.")]
 
 
-@router.get("/{file_id}/report", responses=errors(NotFound, InvalidModel, Unavailable))
+@router.get(
+    "/{file_id}/report",
+    response_model=ReportOut,
+    response_model_exclude_unset=True,
+    responses=errors(NotFound, InvalidModel, Unavailable),
+)
 async def get_report(
     file_id: FileId,
     request: Request,

@@ -20,6 +20,8 @@ from engine.tokenizer import Tokenizer
 
 MAX_PLACES = 100
 """Lines that each part of a report names."""
+MAX_WORDS = 500
+"""Characters of what a template says of an example, which may quote all of it."""
 MAX_SHOWN = 32_768
 """Ids that a preview shows of one example."""
 Overlong = Literal["error", "drop", "truncate"]
@@ -76,7 +78,7 @@ def _survey_examples(tokenizer: Tokenizer, source: Iterator[Example], reading: R
         try:
             judged = judge(tokenizer, example, capacity=capacity, truncate=reading.overlong == "truncate")
         except InvalidData as problem:
-            refused.add(example.line, message=problem.findings[0].message)
+            refused.add(example.line, message=_words(problem))
             continue
         if judged.length > longest["tokens"]:
             longest = {"line": example.line, "tokens": judged.length}
@@ -105,6 +107,11 @@ def _survey_examples(tokenizer: Tokenizer, source: Iterator[Example], reading: R
         **_rows(len(rows), tokens, trained, reading),
         "problem": _problem(kept, groups["overlong"], refused, longest, reading),
     }
+
+
+def _words(problem: InvalidData) -> str:
+    message = problem.findings[0].message
+    return message if len(message) <= MAX_WORDS else f"{message[: MAX_WORDS - 1]}…"
 
 
 def _problem(kept: int, overlong: _Group, refused: _Group, longest: dict[str, int], reading: Reading) -> str | None:
@@ -202,7 +209,7 @@ def _shown_examples(tokenizer: Tokenizer, source: Iterator[Example], reading: Re
         try:
             judged = judge(tokenizer, example, capacity=reading.seq_len + 1, truncate=reading.overlong == "truncate")
         except InvalidData as problem:
-            yield {"line": example.line, "fate": "refused", "message": problem.findings[0].message}
+            yield {"line": example.line, "fate": "refused", "message": _words(problem)}
             continue
         shown = [_shown(tokenizer, example.line, part, judged.fate) for part in judged.parts]
         if isinstance(example, Choice):

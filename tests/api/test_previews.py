@@ -126,14 +126,16 @@ def test_unasked_a_report_reads_rows_as_long_as_a_jobs(http, live):
 
 def test_what_a_template_refuses_is_shown_and_counted(http, live):
     strict = (
-        "{{ raise_exception('no tools here') if messages|length > 2 }}"
+        "{{ raise_exception('no tools here' ~ ' and more' * 1000) if messages|length > 2 }}"
         "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     bases.write(live.services.settings.models / "previews-strict", template=strict)
     more = {"messages": [*TALK["messages"], *TALK["messages"]]}
     file = driving.upload(http, lines(TALK, more), "chat.jsonl")["id"]
     report = http.get(f"/v1/files/{file}/report", params={"base": "previews-strict"}).json()
-    assert [each["line"] for each in report["refused"]["lines"]] == [2]
+    (refused,) = report["refused"]["lines"]
+    assert refused["line"] == 2
+    assert len(refused["message"]) == 500
     assert "no tools here" in report["problem"]
     shown = http.post(f"/v1/files/{file}/preview", json={"base": "previews-strict", "first_line": 2}).json()["data"]
     assert [(each["line"], each["fate"]) for each in shown] == [(2, "refused")]
