@@ -27,6 +27,8 @@ JITTER = 0.1
 """By how much of it a wait may be longer, so that what failed together does not come back together."""
 HELD_SECONDS = 60.0
 """How long a message is one sender's."""
+MOST_OF_A_PROJECT = 4
+"""Messages of one project under way at once."""
 KEPT_SECONDS = 7 * 24 * 3600.0
 """How long it can be seen what became of a message."""
 
@@ -79,10 +81,6 @@ def _body(type_: str, data: dict[str, Any], created_at: int) -> str:
 
 
 # Sending
-
-
-MOST_OF_A_PROJECT = 4
-"""Messages under way at once."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import held_out
-from scene import Scene, parser, scene
+from scene import Scene, parser, scene, with_files
 from service import Failed
 from showing import as_script, console, fetch, quote, run, seconds, series
 
@@ -44,11 +44,12 @@ class Read:
 
 def main(arguments: Sequence[str] | None = None) -> Read:
     made = parser(__doc__, steps=24, short_steps=4)
-    made.add_argument("--data", type=Path, help="text to train on, with --held-out (default: Python's reference)")
-    made.add_argument("--held-out", type=Path, help="text that is not trained on")
-    told = made.parse_args(arguments)
-    if (told.data is None) != (told.held_out is None):
-        made.error("--data and --held-out go together")
+    told = with_files(
+        made,
+        arguments,
+        data="text to train on, with --held-out (default: Python's reference)",
+        held_out="text that is not trained on",
+    )
     with scene(NAME, told) as there:
         return read(there, told.data, told.held_out)
 

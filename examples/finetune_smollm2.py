@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import held_out
 import word_problems
-from scene import Scene, parser, scene
+from scene import Scene, parser, scene, with_files
 from service import Failed
 from showing import as_script, console, fetch, quote, run, seconds, series
 
@@ -55,11 +55,12 @@ class Learned:
 
 def main(arguments: Sequence[str] | None = None) -> Learned:
     made = parser(__doc__, steps=50, short_steps=10)
-    made.add_argument("--data", type=Path, help="training rows, with --held-out (default: word problems of our own)")
-    made.add_argument("--held-out", type=Path, help="rows that are not trained on")
-    told = made.parse_args(arguments)
-    if (told.data is None) != (told.held_out is None):
-        made.error("--data and --held-out go together")
+    told = with_files(
+        made,
+        arguments,
+        data="training rows, with --held-out (default: word problems of our own)",
+        held_out="rows that are not trained on",
+    )
     with scene(NAME, told) as there:
         return learn(there, told.data, told.held_out)
 

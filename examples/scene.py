@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,18 @@ def parser(about: str | None, *, steps: int, short_steps: int) -> argparse.Argum
     made.add_argument("--into", type=Path, help="folder for what is made (default: beneath .examples)")
     made.set_defaults(default_steps=steps, default_short_steps=short_steps)
     return made
+
+
+def with_files(
+    made: argparse.ArgumentParser, arguments: Sequence[str] | None, *, data: str, held_out: str
+) -> argparse.Namespace:
+    """What was told, with `--data` and `--held-out`, whose help is given, both or neither."""
+    made.add_argument("--data", type=Path, help=data)
+    made.add_argument("--held-out", type=Path, help=held_out)
+    told = made.parse_args(arguments)
+    if (told.data is None) != (told.held_out is None):
+        made.error("--data and --held-out go together")
+    return told
 
 
 @contextmanager

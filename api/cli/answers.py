@@ -17,6 +17,14 @@ def show_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
+def show_deleted(deleted: Json, as_json: bool) -> None:
+    """What a server says that it has deleted."""
+    if as_json:
+        show_json(deleted)
+    else:
+        typer.echo(f"{deleted['id']} deleted")
+
+
 def show_line(value: object) -> None:
     """One JSON value in one line, for streams of them."""
     typer.echo(json.dumps(value, ensure_ascii=False))

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from api.cli.answers import moment, show_facts, show_json, show_table, size
+from api.cli.answers import moment, show_deleted, show_facts, show_json, show_table, size
 from api.cli.asking import JsonFlag, client
 from api.cli.naming import Base, BaseNeeded, FileId
 from api.cli.transfers import Transfers
@@ -159,7 +159,4 @@ def delete_file(context: typer.Context, file: FileId, as_json: JsonFlag = False)
     """Delete a file. One that a job still needs stays."""
     with client(context) as trainshed:
         deleted = trainshed.delete_file(file)
-    if as_json:
-        show_json(deleted)
-    else:
-        typer.echo(f"{deleted['id']} deleted")
+    show_deleted(deleted, as_json)

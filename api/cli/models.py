@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from api.cli.answers import moment, show_facts, show_json, show_table
+from api.cli.answers import moment, show_deleted, show_facts, show_json, show_table
 from api.cli.asking import JsonFlag, client
 from api.cli.naming import ModelName
 
@@ -68,7 +68,4 @@ def delete_model(context: typer.Context, model: ModelName, as_json: JsonFlag = F
     """Let go of a model's name; one that a job still needs stays."""
     with client(context) as trainshed:
         deleted = trainshed.delete_model(model)
-    if as_json:
-        show_json(deleted)
-    else:
-        typer.echo(f"{deleted['id']} deleted")
+    show_deleted(deleted, as_json)
