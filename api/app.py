@@ -17,7 +17,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api import errors, heads, openapi, surroundings
+from api import errors, heads, openapi, pages, surroundings
 from api.measures import Measures
 from api.protocol import request_id as new_request_id
 from api.routes import (
@@ -84,6 +84,7 @@ def create_app(services: Services) -> FastAPI:
         openapi_tags=openapi.TAGS,
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,
         redoc_url=None,
     )
     app.state.services = services
@@ -105,6 +106,7 @@ def create_app(services: Services) -> FastAPI:
         health,
     ):
         app.include_router(part.router)
+    pages.install(app)
     app.add_middleware(Around)
     return app
 

@@ -1,8 +1,10 @@
 """The OpenAPI page: every route says what it does, answers and fails with; the checked-in document is the code's."""
 
 import json
+import re
 from pathlib import Path
 
+import httpx
 import pytest
 
 from api.app import create_app
@@ -82,3 +84,15 @@ def test_the_examples_of_a_job_are_jobs(page):
 
 def test_the_page_never_speaks_of_what_we_do_not_answer(page):
     assert "HTTPValidationError" not in json.dumps(page)
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_the_pages_name_nothing_that_lies_on_another_host(live, path):
+    page = httpx.get(f"{live.url}{path}")
+    assert page.status_code == 200
+    loaded = re.findall(r"""(?:src|href|spec-url)=["']([^"']+)""", page.text) + re.findall(r"url: '([^']+)'", page.text)
+    assert len(loaded) >= 3
+    for url in loaded:
+        assert httpx.get(httpx.URL(live.url).join(url)).status_code == 200
+        assert not httpx.URL(url).host
+    assert "default-src 'self'" in page.headers["content-security-policy"]
