@@ -99,6 +99,14 @@ class Event:
     data: Json
 
 
+@dataclass(frozen=True)
+class Log:
+    """What a rank wrote."""
+
+    rank: int
+    text: str
+
+
 class Client:
     """One server and one key. Safe to use from several threads; close it, or use it as a context."""
 
@@ -259,7 +267,13 @@ class Client:
         return self._json("GET", f"v1/jobs/{_part(job_id)}/metrics", params=_brackets(query))
 
     def logs(self, job_id: str, **query: Any) -> str:
-        return self._send("GET", f"v1/jobs/{_part(job_id)}/logs", again=True, params=_brackets(query)).text
+        """What a rank wrote: `rank`, else that of the rank that the job failed by, or 0; the last `tail` lines."""
+        return self.log(job_id, **query).text
+
+    def log(self, job_id: str, **query: Any) -> Log:
+        """`logs`, and whose it is."""
+        answer = self._send("GET", f"v1/jobs/{_part(job_id)}/logs", again=True, params=_brackets(query))
+        return Log(int(answer.headers["x-log-rank"]), answer.text)
 
     def checkpoints(self, job_id: str, **query: Any) -> Iterator[Json]:
         return self._pages(f"v1/jobs/{_part(job_id)}/checkpoints", query)

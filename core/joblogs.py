@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from core.errors import NotFound
+from core.models import Job
 from core.settings import Settings
-from core.storage import Storage
+from core.storage import Storage, Stored
 
 BLOCK_BYTES = 64 * 1024
 """The end of a log is looked for in pieces of this size, growing twofold."""
@@ -23,15 +24,15 @@ def keep(storage: Storage, job_id: str, attempt: int, folder: Path) -> None:
         storage.put_file(f"{_prefix(job_id)}/{attempt}/{path.name}", path)
 
 
+def telling_rank(settings: Settings, storage: Storage, job: Job) -> int:
+    """Whose log to read first: that of the rank that the job failed by, where it left one, else rank 0's."""
+    blamed = (job.error or {}).get("rank")
+    return blamed if blamed is not None and any(_found(settings, storage, job.id, blamed)) else 0
+
+
 def tail(settings: Settings, storage: Storage, job_id: str, rank: int, lines: int) -> str:
     """The last `lines` that a rank printed in the newest attempt that has a log of it; NotFound if there is none."""
-    name = f"rank-{rank}.log"
-    here = {int(path.parts[-3]): path for path in (settings.runs / job_id).glob(f"[0-9]*/logs/{name}")}
-    kept = {
-        int(stored.key.split("/")[-2]): stored
-        for stored in storage.list(_prefix(job_id))
-        if stored.key.endswith(f"/{name}")
-    }
+    here, kept = _found(settings, storage, job_id, rank)
     newest = max({*here, *kept}, default=None)
     if newest is None:
         raise NotFound(f"Rank {rank} of job {job_id!r} has no log here: it hasn't started, or runs on another host.")
@@ -42,8 +43,23 @@ def tail(settings: Settings, storage: Storage, job_id: str, rank: int, lines: in
         except FileNotFoundError:
             # The attempt ended this moment. Its logs were stored before its directory went.
             pass
-    key = f"{_prefix(job_id)}/{newest}/{name}"
+    key = f"{_prefix(job_id)}/{newest}/{_name(rank)}"
     return _last(lines, storage.size(key), lambda start: b"".join(storage.stream(key, start)))
+
+
+def _found(settings: Settings, storage: Storage, job_id: str, rank: int) -> tuple[dict[int, Path], dict[int, Stored]]:
+    """Logs of a rank by attempt: those on this host, and those in storage."""
+    here = {int(path.parts[-3]): path for path in (settings.runs / job_id).glob(f"[0-9]*/logs/{_name(rank)}")}
+    kept = {
+        int(stored.key.split("/")[-2]): stored
+        for stored in storage.list(_prefix(job_id))
+        if stored.key.endswith(f"/{_name(rank)}")
+    }
+    return here, kept
+
+
+def _name(rank: int) -> str:
+    return f"rank-{rank}.log"
 
 
 def _prefix(job_id: str) -> str:

@@ -35,17 +35,21 @@ Names = Annotated[
 def logs(
     context: typer.Context,
     job: JobId,
-    rank: Annotated[int, typer.Option(min=0, help="Whose log.")] = 0,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Whose log; default: of the rank that the job failed by, else 0.")
+    ] = None,
     tail: Annotated[int, typer.Option(min=1, max=10_000, help="Last so many lines.")] = 200,
     as_json: JsonFlag = False,
 ) -> None:
     """Print what a rank wrote."""
     with client(context) as trainshed:
-        text = trainshed.logs(job, rank=rank, tail=tail)
+        log = trainshed.log(job, rank=rank, tail=tail)
     if as_json:
-        show_json({"job": job, "rank": rank, "lines": text.splitlines()})
+        show_json({"job": job, "rank": log.rank, "lines": log.text.splitlines()})
     else:
-        typer.echo(text, nl=False)
+        if rank is None and log.rank:
+            typer.echo(f"of rank {log.rank}, by which the job failed:", err=True)
+        typer.echo(log.text, nl=False)
 
 
 @app.command(rich_help_panel=PANEL)

@@ -45,6 +45,8 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 JobId = Annotated[str, Path(alias="job_id", description="Id of the job.", examples=["job-4f1c09a1b2c3d4e5f6a7b8c9"])]
 
+LOG_RANK = "x-log-rank"
+
 
 @router.post("", status_code=201, responses=errors(InvalidSpec, NotFound, Forbidden, QuotaExceeded))
 def submit(
@@ -217,12 +219,17 @@ def get_logs(
     owner: OwnerDep,
     session: ReadingDep,
     services: ServicesDep,
-    rank: Annotated[int, Query(ge=0, le=1_000_000, description="Whose log.")] = 0,
+    rank: Annotated[
+        int | None,
+        Query(ge=0, le=1_000_000, description="Whose log. Default: that of the rank that the job failed by, else 0."),
+    ] = None,
     tail: Annotated[int, Query(ge=1, le=10_000, description="Last so many lines.")] = 1000,
 ) -> PlainTextResponse:
-    """Get what a rank wrote, as plain text."""
+    """Get what a rank wrote, as plain text. The header `x-log-rank` says which: of a job that failed, the one to blame."""
     job = jobs.get(session, owner, job_id)
-    return PlainTextResponse(joblogs.tail(services.settings, services.storage, job.id, rank, tail))
+    whose = joblogs.telling_rank(services.settings, services.storage, job) if rank is None else rank
+    text = joblogs.tail(services.settings, services.storage, job.id, whose, tail)
+    return PlainTextResponse(text, headers={LOG_RANK: str(whose)})
 
 
 @router.get("/{job_id}/checkpoints", responses=errors(NotFound))

@@ -159,6 +159,11 @@ def test_logs_are_printed_as_they_are(live, trainshed, spec):
     folder.mkdir(parents=True)
     (folder / "rank-0.log").write_text("one\ntwo\n")
     assert trainshed("logs", job, "--tail", "1") == "two\n"
+    driving.fail(live.services, job, driving.claim(live.services, job))
+    (folder / "rank-1.log").write_text("out of memory\n")
+    assert trainshed("logs", job) == "out of memory\n"
+    assert json.loads(trainshed("logs", job, "--json")) == {"job": job, "rank": 1, "lines": ["out of memory"]}
+    assert trainshed("logs", job, "--rank", "0") == "one\ntwo\n"
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,28 @@ def test_logs_are_the_last_lines_of_a_rank_as_plain_text(live, http):
     assert answer.headers["content-type"] == "text/plain; charset=utf-8"
 
 
+def test_the_log_of_a_job_is_that_of_the_rank_it_failed_by_where_that_left_one_else_of_the_first(live, http):
+    job = driving.submit(http)["id"]
+    folder = live.services.settings.runs / job / "1" / "logs"
+    folder.mkdir(parents=True)
+    (folder / "rank-0.log").write_text("waits for rank 1\n")
+
+    def told() -> tuple[str, str]:
+        answer = http.get(f"/v1/jobs/{job}/logs")
+        return answer.headers["x-log-rank"], answer.text
+
+    assert told() == ("0", "waits for rank 1\n")
+    driving.fail(live.services, job, driving.run(live.services, job))
+    assert http.get(f"/v1/jobs/{job}").json()["error"]["rank"] == 1
+    assert told() == ("0", "waits for rank 1\n")
+    (folder / "rank-1.log").write_text("out of memory\n")
+    assert told() == ("1", "out of memory\n")
+    assert http.get(f"/v1/jobs/{job}/logs", params={"rank": 0}).text == "waits for rank 1\n"
+    # What it failed by is past once it is queued again.
+    http.post(f"/v1/jobs/{job}/retry")
+    assert told() == ("0", "waits for rank 1\n")
+
+
 def test_checkpoints_are_listed_newest_first(live, http, tmp_path):
     job = driving.submit(http)["id"]
     fence = driving.run(live.services, job)
