@@ -336,7 +336,7 @@ class Client:
             paths.append(target)
         return paths
 
-    # Models, keys, nodes
+    # Models, keys, projects, nodes
 
     def models(self) -> list[Json]:
         data: list[Json] = self._json("GET", "v1/models")["data"]
@@ -380,16 +380,47 @@ class Client:
         except httpx.TransportError as error:
             raise Unreachable(f"the answer broke off: {error}") from error
 
-    def keys(self) -> list[Json]:
-        return list(self._pages("v1/keys", {}))
+    def keys(self, **query: Any) -> list[Json]:
+        """Newest first. For an admin of the organisation also those of another `project`."""
+        return list(self._pages("v1/keys", query))
 
-    def create_key(self, name: str, scopes: list[str], *, expires_at: int | None = None) -> Json:
-        """A new key; the answer is the only place where its secret ever stands."""
-        return self._json("POST", "v1/keys", json={"name": name, "scopes": scopes, "expires_at": expires_at})
+    def create_key(
+        self,
+        name: str,
+        scopes: list[str],
+        *,
+        expires_at: int | None = None,
+        expires_in: str | float | None = None,
+        project: str | None = None,
+    ) -> Json:
+        """A new key; the answer is the only place where its secret ever stands. It ends at `expires_at` (unix seconds)
+        or after `expires_in` (`30d`, or seconds), if either is said."""
+        asked = {"name": name, "scopes": scopes, "expires_at": expires_at, "expires_in": expires_in, "project": project}
+        return self._json("POST", "v1/keys", json=asked)
 
     def revoke_key(self, key_id: str) -> Json:
         """End a key; it may be asked twice."""
         return self._json("DELETE", f"v1/keys/{_part(key_id)}", again=True)
+
+    def projects(self, **query: Any) -> Iterator[Json]:
+        """Newest first; also closed ones with `include_archived`."""
+        return self._pages("v1/projects", query)
+
+    def project(self, project_id: str) -> Json:
+        """What it may use, and what it uses."""
+        return self._json("GET", f"v1/projects/{_part(project_id)}")
+
+    def create_project(self, name: str, **quotas: float | int | None) -> Json:
+        """Quotas: `gpu_hours`, `concurrent_jobs`, `storage_bytes`; None, or one that isn't said, has no limit."""
+        return self._json("POST", "v1/projects", json={"name": name, "quotas": quotas})
+
+    def edit_project(self, project_id: str, **changes: Any) -> Json:
+        """Change `name` or `quotas` (a dict); what isn't said stays, None takes a quota away."""
+        return self._json("PATCH", f"v1/projects/{_part(project_id)}", again=True, json=changes)
+
+    def archive_project(self, project_id: str) -> Json:
+        """Close it for good; it may be asked twice."""
+        return self._json("POST", f"v1/projects/{_part(project_id)}/archive", again=True)
 
     def nodes(self) -> list[Json]:
         data: list[Json] = self._json("GET", "v1/nodes")["data"]

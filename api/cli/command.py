@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import typer
 
-from api.cli import asking, chat, completion, files, jobs, keys, models, nodes, results, service, submitting, watching
+from api.cli import (
+    asking,
+    chat,
+    completion,
+    files,
+    jobs,
+    keys,
+    models,
+    nodes,
+    projects,
+    results,
+    service,
+    submitting,
+    watching,
+)
 from api.cli.outcomes import EPILOG, Command
 
 app = typer.Typer(
@@ -18,8 +32,8 @@ app = typer.Typer(
 app.callback()(asking.options)
 for part in (submitting, jobs, watching, results, chat, service, nodes, completion):
     app.add_typer(part.app)
-for name, part in {"files": files, "models": models, "keys": keys}.items():
-    app.add_typer(part.app, name=name, rich_help_panel="Files, models, keys")
+for name, part in {"files": files, "models": models, "keys": keys, "projects": projects}.items():
+    app.add_typer(part.app, name=name, rich_help_panel="Files, models, keys, projects")
 
 
 def main() -> None:

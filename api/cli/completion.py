@@ -1,4 +1,4 @@
-"""`trainshed completion`: what a shell reads to complete commands, options, and the names of jobs, files and models."""
+"""`trainshed completion`: what a shell reads to complete commands, options, and names of what is on the server."""
 
 from __future__ import annotations
 

@@ -51,6 +51,21 @@ def models(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     )
 
 
+def projects(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    def find(trainshed: Client) -> Named:
+        return ((project["id"], project["name"]) for project in islice(trainshed.projects(limit=MOST), MOST))
+
+    return _asked(context, incomplete, find)
+
+
+def keys(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    def find(trainshed: Client) -> Named:
+        listed = trainshed.keys()
+        return ((key["id"], key["name"]) for key in listed)
+
+    return _asked(context, incomplete, find)
+
+
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job.", autocompletion=jobs)]
 FileId = Annotated[str, typer.Argument(metavar="FILE", help="Id of the file.", autocompletion=files)]
 ModelName = Annotated[
@@ -58,6 +73,15 @@ ModelName = Annotated[
     typer.Argument(
         metavar="MODEL", help="Name of the model; `trainshed models list` has them all.", autocompletion=models
     ),
+]
+KeyId = Annotated[str, typer.Argument(metavar="KEY_ID", help="key-…, as `keys list` shows it.", autocompletion=keys)]
+ProjectId = Annotated[
+    str,
+    typer.Argument(metavar="PROJECT", help="Id of the project, as `projects list` shows it.", autocompletion=projects),
+]
+OfProject = Annotated[
+    str | None,
+    typer.Option(metavar="PROJECT", help="Of this project; default: your key's own.", autocompletion=projects),
 ]
 Base = Annotated[
     str | None,

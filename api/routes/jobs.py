@@ -225,7 +225,7 @@ def get_logs(
     ] = None,
     tail: Annotated[int, Query(ge=1, le=10_000, description="Last so many lines.")] = 1000,
 ) -> PlainTextResponse:
-    """Get what a rank wrote, as plain text. The header `x-log-rank` says which: of a job that failed, the one to blame."""
+    """Get what a rank wrote, as plain text. The header `x-log-rank` says which."""
     job = jobs.get(session, owner, job_id)
     whose = joblogs.telling_rank(services.settings, services.storage, job) if rank is None else rank
     text = joblogs.tail(services.settings, services.storage, job.id, whose, tail)

@@ -143,6 +143,46 @@ def test_a_list_says_yes_and_no_names_and_dates(trainshed):
     assert datetime.now() - datetime.fromisoformat(f"{date} {time}") < timedelta(hours=1)
 
 
+def test_a_key_ends_when_it_is_told_to(trainshed):
+    def made(*said: str) -> dict[str, object]:
+        return json.loads(trainshed("keys", "create", "ci", "--json", *said))
+
+    key = made("--scopes", "read,submit", "--expires", "30d")
+    assert key["scopes"] == ["read", "submit"]
+    assert key["expires_at"] - key["created_at"] == 30 * 24 * 3600
+    assert made("--expires", "2100-01-31T00:00:00+00:00")["expires_at"] == 4105036800
+    assert "30d" in trainshed("keys", "create", "ci", "--expires", "soon", code=Exit.USAGE)
+
+
+def test_projects_are_made_limited_and_closed_by_who_manages_the_organisation(trainshed, live, monkeypatch):
+    assert "organisation" in trainshed("projects", "create", "ours", code=Exit.REFUSED)
+    (own,) = json.loads(trainshed("projects", "list", "--json"))
+    monkeypatch.setenv("TRAINSHED_API_KEY", live.key(project="proj-default"))
+    project = trainshed(
+        "projects", "create", "ours", "--gpu-hours", "1.5", "--concurrent-jobs", "2", "--storage", "3GiB"
+    ).strip()
+    shown = json.loads(trainshed("projects", "show", project, "--json"))
+    assert shown["quotas"] == {"gpu_hours": 1.5, "concurrent_jobs": 2, "storage_bytes": 3 * 1024**3}
+    assert "0 of 2" in trainshed("projects", "show", project)
+    edited = trainshed("projects", "edit", project, "--gpu-hours", "none", "--name", "theirs")
+    assert "0.00, no limit" in edited
+    assert "theirs" in edited
+    assert {own["id"], project} <= {one["id"] for one in json.loads(trainshed("projects", "list", "--json"))}
+    secret = trainshed("keys", "create", "lead", "--scope", "admin", "--project", project).strip()
+    assert [one["name"] for one in json.loads(trainshed("keys", "list", "--project", project, "--json"))] == ["lead"]
+    assert [one["id"] for one in json.loads(trainshed("--key", secret, "projects", "list", "--json"))] == [project]
+    assert trainshed("projects", "archive", project) == f"{project} archived\n"
+    assert "not known" in trainshed("--key", secret, "list", code=Exit.REFUSED)
+    assert project not in trainshed("projects", "list")
+    assert project in trainshed("projects", "list", "--archived")
+
+
+@pytest.mark.parametrize("said", ["many", "1.5", "2GiB", "-1"])
+def test_a_quota_that_is_no_number_is_refused_before_anything_is_asked(trainshed, said):
+    refused = trainshed("projects", "create", "ours", f"--concurrent-jobs={said}", code=Exit.USAGE)
+    assert "none" in refused
+
+
 def test_ctrl_c_on_watching_leaves_the_job_alone_and_is_no_failure(trainshed, spec, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
