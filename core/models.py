@@ -443,6 +443,8 @@ class WebhookEndpoint(Base):
     old_secret: Mapped[str | None] = mapped_column(String(128))
     """The one before, which signs too until `old_secret_until`."""
     old_secret_until: Mapped[float | None]
+    held_until: Mapped[float | None]
+    """Until when one sender takes a message there, and no other another; None while nothing is on its way."""
     created_at: Mapped[float] = mapped_column(default=database_now())
     updated_at: Mapped[float] = mapped_column(default=database_now())
 

@@ -1,7 +1,8 @@
 """What is still to be told to webhook endpoints: written with what it tells, sent until it arrives or is too old.
 
-A message is sent at least once, always under the same id. Any number of senders may look at once: each message is one's
-for a while, and another's after that if the first says nothing more.
+A message is sent at least once, always under the same id. Any number of senders may look at once: an endpoint is one's
+for a while, with one message, and another's after that if the first says nothing more. So its messages arrive in order,
+but for those that it did not take at first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WAITS = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0, 4320
 JITTER = 0.1
 """By how much of it a wait may be longer, so that what failed together does not come back together."""
 HELD_SECONDS = 60.0
-"""How long a message is one sender's."""
+"""How long an endpoint, and the message on its way there, are one sender's."""
 MOST_OF_A_PROJECT = 4
 """Messages of one project under way at once."""
 KEPT_SECONDS = 7 * 24 * 3600.0
@@ -91,42 +92,54 @@ class Errand:
     attempt: int
     endpoint: WebhookEndpoint
     body: bytes
+    held_until: float
+    """Also the fence: who comes back later does not end what another holds by then."""
 
 
 def take(session: Session, *, busy: Collection[str], most: int) -> list[Errand]:
-    """Messages whose time has come, the oldest of each endpoint that is not `busy`.
+    """Messages whose time has come, the oldest of each endpoint that is not `busy` and that no other sender holds.
 
     One an endpoint: so its messages arrive in order as long as all is well, and one that is slow delays only its own.
     A few a project: so those of one that answer nothing leave places to the others.
     """
     due = WebhookDelivery.due_at <= database_now()
+    is_free = WebhookEndpoint.held_until.is_(None) | (WebhookEndpoint.held_until <= database_now())
     waiting = (
         select(WebhookDelivery.endpoint_id, WebhookEndpoint.project_id)
         .join(WebhookEndpoint)
-        .where(due, WebhookDelivery.endpoint_id.not_in(busy))
+        .where(due, is_free, WebhookDelivery.endpoint_id.not_in(busy))
         .group_by(WebhookDelivery.endpoint_id, WebhookEndpoint.project_id)
         .order_by(func.min(WebhookDelivery.due_at))
     )
-    under_way = select(WebhookEndpoint.project_id).where(WebhookEndpoint.id.in_(busy))
+    under_way = select(WebhookEndpoint.project_id).where(WebhookEndpoint.id.in_(busy) | ~is_free)
     taken, errands = Counter(session.scalars(under_way)), list[Errand]()
     for endpoint_id, project_id in session.execute(waiting).all():
         if len(errands) == most:
             break
         if taken[project_id] == MOST_OF_A_PROJECT:
             continue
+        endpoint = session.scalars(
+            select(WebhookEndpoint)
+            .where(WebhookEndpoint.id == endpoint_id, is_free)
+            .with_for_update(skip_locked=True, key_share=True)
+            .execution_options(populate_existing=True)
+        ).one_or_none()
+        if endpoint is None:
+            # Another sender was first, or somebody changes it at this moment.
+            continue
         oldest = (
             select(WebhookDelivery)
             .where(due, WebhookDelivery.endpoint_id == endpoint_id)
-            .order_by(WebhookDelivery.due_at, WebhookDelivery.id)
+            .order_by(WebhookDelivery.created_at, WebhookDelivery.id)
             .limit(1)
         )
         message = session.scalars(oldest.with_for_update(skip_locked=True)).first()
         if message is not None:
             taken[project_id] += 1
+            held_until = (session.scalar(select(database_now())) or 0.0) + HELD_SECONDS
             message.attempts += 1
-            message.due_at = (session.scalar(select(database_now())) or 0.0) + HELD_SECONDS
-            endpoint = session.get_one(WebhookEndpoint, endpoint_id)
-            errands.append(Errand(message.id, message.attempts, endpoint, message.body.encode()))
+            message.due_at = endpoint.held_until = held_until
+            errands.append(Errand(message.id, message.attempts, endpoint, message.body.encode(), held_until))
     session.flush()
     return errands
 
@@ -150,6 +163,12 @@ def wait_after(attempt: int, chance: float) -> float:
 
 
 def _settle(session: Session, errand: Errand, **values: Any) -> None:
+    session.execute(
+        update(WebhookEndpoint)
+        .where(WebhookEndpoint.id == errand.endpoint.id, WebhookEndpoint.held_until == errand.held_until)
+        .values(held_until=None)
+        .execution_options(synchronize_session=False)
+    )
     session.execute(
         update(WebhookDelivery)
         .where(WebhookDelivery.id == errand.id, WebhookDelivery.attempts == errand.attempt)

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from core import jobs, outbox
 from core.db import Database
-from core.models import WebhookDelivery, database_now
+from core.models import WebhookDelivery, WebhookEndpoint, database_now
 from core.outbox import Errand
 from core.states import JobState
 from tests import make
@@ -84,6 +84,8 @@ def come_due(database: Database) -> None:
     with database.session() as session:
         due = update(WebhookDelivery).where(WebhookDelivery.due_at.is_not(None))
         session.execute(due.values(due_at=database_now() - 1))
+        held = update(WebhookEndpoint).where(WebhookEndpoint.held_until.is_not(None))
+        session.execute(held.values(held_until=database_now() - 1))
 
 
 def test_a_message_is_one_senders_until_that_has_been_silent_for_too_long(database: Database) -> None:
@@ -102,6 +104,39 @@ def test_a_message_is_one_senders_until_that_has_been_silent_for_too_long(databa
         row = session.get_one(WebhookDelivery, message)
         assert (row.due_at, row.last_error) == (None, None)
         assert row.delivered_at is not None
+
+
+def test_two_senders_take_an_endpoints_messages_one_after_the_other_in_order(database: Database) -> None:
+    with database.session() as session:
+        endpoint = make.webhook(session, event_types=["job.cancelled"])
+    ended = []
+    for _ in range(3):
+        with database.session() as session:
+            ended.append(jobs.move(session, make.job(session).id, JobState.CANCELLED).id)
+    told = []
+    for _ in ended:
+        (errand,) = take(database)
+        # The other sender knows nothing of what this one is busy with.
+        assert take(database) == []
+        assert errand.endpoint.id == endpoint.id
+        told.append(json.loads(errand.body)["data"]["id"])
+        with database.session() as session:
+            outbox.delivered(session, errand)
+    assert told == ended
+    assert take(database) == []
+
+
+def test_a_sender_that_comes_back_late_does_not_let_a_third_in_beside_the_second(database: Database) -> None:
+    one_message(database)
+    (first,) = take(database)
+    with database.session() as session:
+        jobs.move(session, make.job(session).id, JobState.CANCELLED)
+    come_due(database)
+    (second,) = take(database)
+    assert second.endpoint.id == first.endpoint.id
+    with database.session() as session:
+        outbox.failed(session, first, "late")
+    assert take(database) == []
 
 
 def test_a_message_is_sent_again_after_growing_waits_for_three_days_and_no_longer(database: Database) -> None:
