@@ -9,7 +9,9 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from itertools import islice
 from typing import IO, Any
 
 from sqlalchemy import Select, bindparam, select
@@ -36,10 +38,16 @@ WRITTEN_HERE = ("fine-tune-results", "assistants_output", "batch_output")
 """Purposes in OpenAI's list of what its service writes itself."""
 SHORTEST_STAY, LONGEST_STAY = 3600, 30 * 24 * 3600
 """Seconds after which a file may be told to expire."""
+ORPHANED_AFTER = timedelta(days=1)
+"""How long content may wait for its row: far longer than any commit takes."""
+AT_ONCE = 100
+"""Files that one transaction of keeping up looks at, so that nobody waits for long behind it."""
 
 MOST_TOKENS = 2**20
 """Entries of a vocabulary: as many as a model may have."""
 
+_CONTENT = "files"
+"""Beneath it lies all content, in storage."""
 _READ_BYTES = 1024**2
 _MAX_NAME = 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -112,7 +120,7 @@ def taken_in(
         size, sha256 = _receive(chunks, spool, max_bytes)
         report = _judge(spool, purpose, filename, most_ids=max_bytes)
         id_ = new_id("file")
-        key = f"files/{id_}"
+        key = f"{_CONTENT}/{id_}"
         spool.seek(0)
         stored = storage.put_stream(key, _pieces(spool))
         assert stored == size, "what was received is what is kept"
@@ -225,16 +233,38 @@ def delete(session: Session, storage: Storage, owner: Account, file_id: str) -> 
     session.flush()
 
 
-def expire(session: Session, storage: Storage) -> list[str]:
-    """Remove the files whose time has come, but for those that a job still needs; their ids."""
-    over = select(File).where(File.expires_at < database_now()).order_by(File.project_id, File.id)
-    # Locked first, as in `delete`. What is locked by others is about to be deleted, or needed by a new job.
-    expired = session.scalars(over.with_for_update(skip_locked=True)).all()
-    needed = {id_ for project in {file.project_id for file in expired} for id_ in _needed(session, project)}
-    gone = [file for file in expired if file.id not in needed]
-    for file in gone:
-        _remove(session, storage, file)
-    return [file.id for file in gone]
+def expire(db: Database, storage: Storage) -> list[str]:
+    """Remove the files whose time has come, but for those that a job still needs; their ids. A few a transaction."""
+    gone, after = list[str](), ""
+    while True:
+        with db.session() as session:
+            over = select(File).where(File.expires_at < database_now(), File.id > after).order_by(File.id)
+            # Locked first, as in `delete`. What is locked by others is about to be deleted, or needed by a new job.
+            expired = session.scalars(over.limit(AT_ONCE).with_for_update(skip_locked=True)).all()
+            needed = {id_ for project in {file.project_id for file in expired} for id_ in _needed(session, project)}
+            for file in expired:
+                if file.id not in needed:
+                    _remove(session, storage, file)
+                    gone.append(file.id)
+        if len(expired) < AT_ONCE:
+            return gone
+        after = expired[-1].id
+
+
+def sweep(db: Database, storage: Storage, *, age: timedelta = ORPHANED_AFTER) -> list[str]:
+    """Remove content that has no row: a process was killed after it had stored it. Their keys.
+
+    Of an upload that goes on the content is younger than `age`: its row follows as soon as it is stored.
+    """
+    removed, old = list[str](), storage.older(_CONTENT, age)
+    while keys := list(islice(old, AT_ONCE)):
+        with db.reading() as session:
+            listed = set(session.scalars(select(File.storage_key).where(File.storage_key.in_(keys))))
+        for key in keys:
+            if key not in listed:
+                storage.delete(key)
+                removed.append(key)
+    return removed
 
 
 def _needed(session: Session, project_id: str) -> dict[str, str]:

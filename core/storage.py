@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -121,6 +122,12 @@ class Storage:
         """The objects beneath `prefix`, in no order."""
         for batch in obstore.list(self._store, prefix=_checked(prefix)):
             yield from (Stored(meta["path"], meta["size"]) for meta in batch)
+
+    def older(self, prefix: str, age: timedelta) -> Iterator[str]:
+        """The keys beneath `prefix` whose objects were put longer ago than this, in no order."""
+        latest = datetime.now(UTC) - age
+        for batch in obstore.list(self._store, prefix=_checked(prefix)):
+            yield from (meta["path"] for meta in batch if meta["last_modified"] < latest)
 
     def delete(self, key: str) -> None:
         """Remove an object; one that isn't there is fine."""

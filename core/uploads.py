@@ -336,15 +336,19 @@ def _end(session: Session, upload_id: str, to: str, **values: object) -> bool:
 # Keeping up
 
 
-def expire(session: Session, storage: Storage) -> list[str]:
-    """End the uploads whose hour is over, with their parts; their ids."""
-    late = session.scalars(
-        select(Upload.id).where(Upload.status == PENDING, Upload.expires_at + GRACE_SECONDS < database_now())
-    ).all()
-    ended = [id_ for id_ in late if _end(session, id_, EXPIRED)]
-    for id_ in ended:
-        after_commit(session, lambda id_=id_: storage.delete_tree(_prefix(id_)))  # type: ignore[misc]
-    return ended
+def expire(db: Database, storage: Storage) -> list[str]:
+    """End the uploads whose hour is over, with their parts; their ids. A few a transaction."""
+    is_late = (Upload.status == PENDING, Upload.expires_at + GRACE_SECONDS < database_now())
+    all_ended = list[str]()
+    while True:
+        with db.session() as session:
+            late = session.scalars(select(Upload.id).where(*is_late).limit(files.AT_ONCE)).all()
+            ended = [id_ for id_ in late if _end(session, id_, EXPIRED)]
+            for id_ in ended:
+                after_commit(session, partial(storage.delete_tree, _prefix(id_)))
+        all_ended += ended
+        if len(late) < files.AT_ONCE:
+            return all_ended
 
 
 def forget(db: Database, storage: Storage) -> None:

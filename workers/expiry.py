@@ -1,4 +1,4 @@
-"""Remove what has had its time, rows and content: expired files, uploads that nobody completed, old messages."""
+"""Remove what has had its time, rows and content: expired files, what killed uploads left, old messages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ log = structlog.get_logger(__name__)
 
 EXPIRE_SECONDS = 30.0
 FORGET_SECONDS = 600.0
+SWEEP_SECONDS = 3600.0
+"""All content in storage is listed for it."""
 
 
 class Expiry:
@@ -22,6 +24,7 @@ class Expiry:
         self.services = services
         self.duties = (
             Duty("expire files", EXPIRE_SECONDS, self.expire_files),
+            Duty("sweep files", SWEEP_SECONDS, self.sweep_files),
             Duty("expire uploads", EXPIRE_SECONDS, self.expire_uploads),
             Duty("forget uploads", FORGET_SECONDS, self.forget_uploads),
             Duty("forget webhooks", FORGET_SECONDS, self.forget_webhooks),
@@ -31,15 +34,15 @@ class Expiry:
         keep(self.duties, orders)
 
     def expire_files(self) -> None:
-        with self.services.db.session() as session:
-            gone = files.expire(session, self.services.storage)
-        for id_ in gone:
+        for id_ in files.expire(self.services.db, self.services.storage):
             log.info("file expired", file=id_)
 
+    def sweep_files(self) -> None:
+        for key in files.sweep(self.services.db, self.services.storage):
+            log.warning("content without a file removed", key=key)
+
     def expire_uploads(self) -> None:
-        with self.services.db.session() as session:
-            ended = uploads.expire(session, self.services.storage)
-        for id_ in ended:
+        for id_ in uploads.expire(self.services.db, self.services.storage):
             log.info("upload expired", upload=id_)
 
     def forget_uploads(self) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from sqlalchemy import select
@@ -242,3 +245,18 @@ def test_files_are_listed_by_age_and_purpose(database: Database, storage: Storag
         assert [file.id for file in files.page(session, owner).data] == made[::-1]
         assert [file.id for file in files.page(session, owner, order="asc", limit=2).data] == made[:2]
         assert [file.id for file in files.page(session, owner, purpose="pretrain").data] == [made[1]]
+
+
+def test_content_that_a_killed_process_left_without_a_row_goes_after_a_day_and_nothing_else_does(
+    database: Database, storage: Storage, owner: Account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "AT_ONCE", 2)
+    listed = [upload(database, storage, owner, CHAT).storage_key for _ in range(3)]
+    orphans, young = [f"files/file-orphan{number}" for number in range(3)], "files/file-just-stored"
+    for key in (*orphans, young):
+        storage.put_bytes(key, CHAT)
+    two_days_ago = time.time() - 2 * 24 * 3600
+    for key in (*listed, *orphans):
+        os.utime(tmp_path / "storage" / key, (two_days_ago, two_days_ago))
+    assert sorted(files.sweep(database, storage)) == orphans
+    assert {stored.key for stored in storage.list("files")} == {*listed, young}

@@ -198,11 +198,9 @@ def test_an_upload_whose_hour_is_over_takes_nothing_and_leaves_nothing(
     ):
         with pytest.raises(InvalidMove, match="expired"):
             late()
-    with database.session() as session:
-        assert uploads.expire(session, storage) == []
+    assert uploads.expire(database, storage) == []
     make_late(database, upload, uploads.GRACE_SECONDS + 1)
-    with database.session() as session:
-        assert uploads.expire(session, storage) == [upload]
+    assert uploads.expire(database, storage) == [upload]
     assert len(stored(storage)) == len(kept)
     with database.reading() as session:
         assert uploads.get(session, owner, upload).status == "expired"
@@ -255,14 +253,32 @@ def test_a_file_expires_with_its_content_but_not_before_the_job_that_needs_it_ha
         job = make.job(session, spec=make.spec(data={"train": [made["needed"].id]}).model_dump(mode="json"))
         over = [made[name].id for name in ("needed", "unneeded")]
         session.execute(update(File).where(File.id.in_(over)).values(expires_at=database_now() - 1))
-    with database.session() as session:
-        assert files.expire(session, storage) == [made["unneeded"].id]
+    assert files.expire(database, storage) == [made["unneeded"].id]
     assert len(list(storage.list("files"))) == 3
     with database.session() as session:
         session.execute(update(Job).where(Job.id == job.id).values({"state": JobState.SUCCEEDED}))
-    with database.session() as session:
-        assert files.expire(session, storage) == [made["needed"].id]
+    assert files.expire(database, storage) == [made["needed"].id]
     left = sorted(made[name].id for name in ("stays", "later"))
     assert sorted(found.key.removeprefix("files/") for found in storage.list("files")) == left
     with database.reading() as session:
         assert sorted(session.scalars(select(File.id).where(File.project_id == DEFAULT_PROJECT))) == left
+
+
+def test_what_expires_goes_a_few_at_a_time_and_all_in_the_end(
+    database: Database, storage: Storage, owner: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "AT_ONCE", 2)
+    made = [
+        files.create(database, storage, owner, filename="a", purpose="pretrain", chunks=[TEXT], max_bytes=MAX_BYTES).id
+        for _ in range(5)
+    ]
+    with database.session() as session:
+        # The first ones that are looked at are needed, and hold up none of the others.
+        needed = sorted(made)[:2]
+        make.job(session, spec=make.spec(data={"train": needed}).model_dump(mode="json"))
+        session.execute(update(File).where(File.id.in_(made)).values(expires_at=database_now() - 1))
+    begun = [begin(database, owner) for _ in range(5)]
+    for upload in begun:
+        make_late(database, upload, uploads.GRACE_SECONDS + 1)
+    assert files.expire(database, storage) == sorted(made)[2:]
+    assert sorted(uploads.expire(database, storage)) == sorted(begun)
