@@ -8,7 +8,7 @@ thousand extremes, and no extreme is ever an estimate.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isnan
@@ -26,6 +26,8 @@ Point = tuple[int, float]
 """Step and value."""
 FEW = 32
 """Points that stay together where a curve is cut among chunks."""
+CHUNKS_AT_ONCE = 16
+"""Chunks that are read together where a whole curve is."""
 
 
 class Stretch(NamedTuple):
@@ -149,6 +151,24 @@ def series(
         )
         for name in names or sorted({*loose, *packed})
     }
+
+
+def each(session: Session, job_id: str, name: str) -> Iterator[Point]:
+    """Every point of a metric in order, of which only a few chunks are in memory at once."""
+    after = -1
+    mine = (MetricChunk.job_id == job_id, MetricChunk.name == name)
+    while True:
+        some = select(MetricChunk.first_step, MetricChunk.points).where(*mine, MetricChunk.first_step > after)
+        chunks = session.execute(some.order_by(MetricChunk.first_step).limit(CHUNKS_AT_ONCE)).all()
+        for first_step, packed in chunks:
+            after = first_step
+            yield from zip(*points.unpack(packed), strict=True)
+        if len(chunks) < CHUNKS_AT_ONCE:
+            break
+    last = session.scalar(select(func.max(MetricChunk.last_step)).where(*mine))
+    rows = select(Metric.step, Metric.value).where(Metric.job_id == job_id, Metric.name == name)
+    for row in session.execute(rows.where(Metric.step > (-1 if last is None else last)).order_by(Metric.step)):
+        yield row.step, row.value
 
 
 @dataclass

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import heapq
 import io
-from collections.abc import Collection, Mapping
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, groupby
+from operator import itemgetter
+from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -19,7 +24,7 @@ from core import metrics
 from core.db import after_commit
 from core.models import File, Job
 from core.services import Services
-from core.storage import Storage
+from core.storage import CHUNK_BYTES, Storage
 
 PURPOSE = "fine-tune-results"
 COLUMNS = {
@@ -46,12 +51,17 @@ def file_id(job_id: str) -> str:
 
 
 def store(services: Services, job: Job, prefix: str) -> Table:
-    """Put the table beneath `prefix`; nobody sees it yet."""
-    with services.db.reading() as session:
-        content = table(steps(session, job.id))
-    key = f"{prefix}/results.csv"
-    services.storage.put_bytes(key, content)
-    return Table(key, len(content), hashlib.sha256(content).hexdigest())
+    """Put the table beneath `prefix`; nobody sees it yet. It is made on disk: a long job has a million steps."""
+    key, digest, size = f"{prefix}/results.csv", hashlib.sha256(), 0
+    with tempfile.TemporaryFile(prefix="trainshed-results-") as spool:
+        with services.db.reading() as session:
+            for line in table(steps(session, job.id)):
+                spool.write(line)
+                digest.update(line)
+                size += len(line)
+        spool.seek(0)
+        services.storage.put_stream(key, iter(partial(spool.read, CHUNK_BYTES), b""))
+    return Table(key, size, digest.hexdigest())
 
 
 def list_(session: Session, storage: Storage, job: Job, stored: Table) -> None:
@@ -78,19 +88,24 @@ def of_jobs(session: Session, job_ids: Collection[str]) -> dict[str, str]:
     return {by_id[id_]: id_ for id_ in found}
 
 
-def steps(session: Session, job_id: str) -> dict[int, dict[str, float]]:
-    """What is known of each step, by metric."""
-    found: dict[int, dict[str, float]] = {}
-    for name, points in metrics.series(session, job_id, names=COLUMNS.values(), max_points=None).items():
-        for step, value in points:
-            found.setdefault(step, {})[name] = value
-    return dict(sorted(found.items()))
+def steps(session: Session, job_id: str) -> Iterator[tuple[int, dict[str, float]]]:
+    """What is known of each step, by metric; one step after another."""
+    curves = (_named(metric, metrics.each(session, job_id, metric)) for metric in COLUMNS.values())
+    for step, points in groupby(heapq.merge(*curves), key=itemgetter(0)):
+        yield step, {metric: value for _, metric, value in points}
 
 
-def table(steps: Mapping[int, Mapping[str, float]]) -> bytes:
-    """In CSV; a field is empty where nothing was measured."""
+def _named(metric: str, points: Iterable[metrics.Point]) -> Iterator[tuple[int, str, float]]:
+    return ((step, metric, value) for step, value in points)
+
+
+def table(steps: Iterable[tuple[int, Mapping[str, float]]]) -> Iterator[bytes]:
+    """In CSV, line by line; a field is empty where nothing was measured."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["step", *COLUMNS])
-    rows.writerows([step, *(known.get(metric, "") for metric in COLUMNS.values())] for step, known in steps.items())
-    return text.getvalue().encode("ascii")
+    told = ([step, *(known.get(metric, "") for metric in COLUMNS.values())] for step, known in steps)
+    for row in chain[list[Any]]([["step", *COLUMNS]], told):
+        rows.writerow(row)
+        yield text.getvalue().encode("ascii")
+        text.seek(0)
+        text.truncate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import itemgetter
@@ -179,3 +180,30 @@ def test_a_series_is_read_by_name_and_between_steps(session: Session) -> None:
     assert set(metrics.series(session, job.id)) == {"loss", "lr"}
     assert metrics.series(session, job.id, names=["none"]) == {"none": []}
     assert [len(points) for points in metrics.series(session, job.id, max_points=5).values()] == [4, 4]
+
+
+def test_a_whole_curve_is_read_point_by_point_with_few_of_them_in_memory(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "CHUNKS_AT_ONCE", 2)
+    job, chunks = make.job(session), 100
+    steps = range(chunks * POINTS + 7)
+    for start in range(0, chunks * POINTS, POINTS):
+        points = [(step, rough(step)) for step in steps[start : start + POINTS]]
+        session.add(metrics.chunk(job.id, "loss", points))
+    session.execute(
+        insert(Metric), [{"job_id": job.id, "name": "loss", "step": step, "value": rough(step)} for step in steps[-7:]]
+    )
+    session.flush()
+    session.expunge_all()
+    tracemalloc.start()
+    try:
+        for step, (told_step, value) in enumerate(metrics.each(session, job.id, "loss")):
+            assert (told_step, value) == (step, rough(step))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert step == steps[-1]
+    # Sixteen bytes a point are 410 kB; as Python's numbers, of which nobody may hold all, they are 3 MB.
+    assert most < 300_000
+    assert list(metrics.each(session, job.id, "lr")) == []
