@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, help="a listening socket, inherited; default: listen where the settings say")
     arguments = parser.parse_args()
     settings = Settings()
-    log.setup(settings.log_level)
+    log.begin(settings)
     services = Services(settings)
     app = create_app(services)
     config = uvicorn.Config(

@@ -7,8 +7,17 @@ import sys
 
 import structlog
 
+from core.settings import Settings, misspelt
+
 # Without the frames' variables, which is structlog's default: keys and training data would be among them.
 _tracebacks = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
+
+
+def begin(settings: Settings) -> None:
+    """`setup` for a process that somebody starts, which also names the variables that somebody misspelt."""
+    setup(settings.log_level)
+    for said in misspelt():
+        structlog.get_logger(__name__).warning("a variable is ignored", why=said)
 
 
 def setup(level: str = "INFO") -> None:

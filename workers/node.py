@@ -45,7 +45,7 @@ DRAIN_MARGIN_SECONDS = 5.0
 
 def main() -> None:
     settings = Settings()
-    logging.setup(settings.log_level)
+    logging.begin(settings)
     orders = Orders()
     obey_signals(orders)
     with Services(settings) as services:

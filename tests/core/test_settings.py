@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 from pydantic import ValidationError
 
@@ -48,6 +53,19 @@ def test_a_variable_that_nothing_reads_is_named_with_what_it_may_have_meant(monk
         "TRAINSHED_COLOUR_OF_THE_SHED is no setting and is ignored",
         "TRAINSHED_SLOT is no setting and is ignored; TRAINSHED_SLOTS is meant, perhaps",
     ]
+
+
+@pytest.mark.parametrize("module", ["api.server", "workers.node"])
+def test_every_process_that_is_started_names_a_variable_that_nothing_reads(module, tmp_path):
+    # It ends at once, for there is no database in a folder that can't be; what it says before is meant.
+    variables = {"TRAINSHED_SLOT": "4", "TRAINSHED_DATA_DIR": str(tmp_path), "STORAGE_URL": "file:///dev/null/no"}
+    started = subprocess.run(
+        [sys.executable, "-m", module], env=os.environ | variables, capture_output=True, text=True, timeout=60
+    )
+    assert started.returncode != 0
+    said = [json.loads(line) for line in started.stderr.splitlines() if line.startswith("{")]
+    (named,) = (line for line in said if line["event"] == "a variable is ignored")
+    assert "TRAINSHED_SLOTS is meant" in named["why"]
 
 
 def test_a_log_level_may_be_written_small(monkeypatch):
