@@ -37,6 +37,7 @@ from api.routes import (
 )
 from api.sse import Streams
 from api.surroundings import MULTIPART_BYTES, Limit, Surroundings
+from api.turns import Turns
 from core import audit, examining
 from core.services import Services
 from core.settings import Settings
@@ -46,8 +47,10 @@ log = structlog.get_logger()
 
 MAX_JSON_BYTES = 4 * 1024 * 1024
 """Largest body other than an upload."""
-POSTING_AT_ONCE = 4
-"""Samples that are on their way to webhook endpoints; more wait."""
+POSTING_AT_ONCE, POSTING_OF_A_PROJECT = 16, 2
+"""Samples that are on their way to webhook endpoints, in all and of one project; more wait."""
+SAMPLING_OF_A_PROJECT = 32
+"""Answers of a project that samplers are asked for at once, which is half of what one works at; more wait here."""
 UPLOADS: tuple[tuple[re.Pattern[str], Callable[[Settings], int]], ...] = (
     (re.compile(re.escape(files.PATH)), lambda settings: settings.max_file_bytes),
     (re.compile(rf"{uploads.PATH}/[^/]+/parts"), lambda settings: min(PART_BYTES, settings.max_file_bytes)),
@@ -72,6 +75,8 @@ def create_app(services: Services) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.streams = Streams(services)
         app.state.posting = CapacityLimiter(POSTING_AT_ONCE)
+        app.state.posting_turns = Turns(POSTING_OF_A_PROJECT)
+        app.state.sampling_turns = Turns(SAMPLING_OF_A_PROJECT)
         app.state.examining = CapacityLimiter(examining.AT_ONCE)
         yield
         await app.state.streams.ended()

@@ -17,6 +17,7 @@ from api.dialects import CHAT, DONE, TEXT, Dialect, Heading, broken, frame
 from api.errors import errors
 from api.leaving import ClientLeft, Coming
 from api.schemas import ChatCompletionOut, CompletionOut
+from api.turns import Turns
 from core import catalog
 from core.errors import ContextTooLong, DomainError, Failed, InvalidModel, NotFound, TimedOut, Unavailable
 from core.keys import Account
@@ -235,7 +236,9 @@ async def answered(
     """
     model = await to_thread.run_sync(partial(named, services, owner, ask.model))
     heading = Heading.new(dialect.prefix, ask.model)
-    coming = Coming(services.sampler.ask({"model": model, **asked}), request, key_id=owner.key_id)
+    turns: Turns = request.app.state.sampling_turns
+    lines = turns.lines(owner.project_id, services.sampler.ask({"model": model, **asked}))
+    coming = Coming(lines, request, key_id=owner.key_id)
     try:
         first = await coming.next()
     except ClientLeft:

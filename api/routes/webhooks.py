@@ -22,8 +22,9 @@ from api.schemas import (
     WebhookEndpointWithSecretOut,
     WebhookTestOut,
 )
+from api.turns import Turns
 from core import outbox, posting, webhooks
-from core.errors import Forbidden, NotFound, Undelivered
+from core.errors import Forbidden, NotFound, Unavailable, Undelivered
 from core.keys import Account
 from core.models import new_id
 from core.services import Services
@@ -152,14 +153,16 @@ def list_deliveries(
     return WebhookDeliveryList(data=[WebhookDeliveryOut.of(one) for one in page.data], has_more=page.has_more)
 
 
-@router.post("/webhook_endpoints/{endpoint_id}/test", responses=errors(NotFound, Forbidden, Undelivered))
+@router.post("/webhook_endpoints/{endpoint_id}/test", responses=errors(NotFound, Forbidden, Undelivered, Unavailable))
 async def test_endpoint(
     endpoint_id: EndpointId, trial: Trial, request: Request, owner: SubmitterDep, services: ServicesDep
 ) -> WebhookTestOut:
     """Send a sample to an endpoint, once, and tell the status that it answers."""
     send = partial(_send_sample, services, owner, endpoint_id, trial.event_type)
-    # Apart from the other endpoints' threads: who answers slowly keeps nobody else waiting.
-    status = await to_thread.run_sync(send, limiter=request.app.state.posting)
+    # Apart from the other endpoints' threads, and a few of each project: who answers slowly keeps nobody else waiting.
+    turns: Turns = request.app.state.posting_turns
+    async with turns.taken(owner.project_id):
+        status = await to_thread.run_sync(send, limiter=request.app.state.posting)
     return WebhookTestOut(event_type=trial.event_type, status_code=status, webhook_endpoint_id=endpoint_id)
 
 

@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from api import keyring
+from api.app import SAMPLING_OF_A_PROJECT
 from core import sampling
 from tests.api.conftest import DEADLINE_SECONDS, wait_for
 from tests.api.test_models import base
@@ -312,16 +313,19 @@ def test_without_a_sampler_one_is_told_to_start_it(live, http, base, monkeypatch
 
 
 def test_however_many_wait_for_a_sampler_others_are_answered(live, http, base, asked):
-    waiting = 50
+    waiting = SAMPLING_OF_A_PROJECT
     with httpx.Client(base_url=live.url, headers=http.headers, timeout=DEADLINE_SECONDS) as many:
         body = {"model": base, "prompt": "endless", "stream": True}
         streams = [many.stream("POST", "/v1/completions", json=body) for _ in range(waiting)]
         answers = [stream.__enter__() for stream in streams]
         assert {answer.status_code for answer in answers} == {200}
         assert http.get("/v1/jobs").status_code == 200
+        # More of this project would wait. Another's is asked for at once.
+        with live.http(live.key()) as others:
+            assert others.post("/v1/completions", json={"model": base, "prompt": "abc"}).status_code == 200
         for stream in streams:
             stream.__exit__(None, None, None)
-    assert len(asked) == waiting
+    assert len(asked) == waiting + 1
 
 
 def test_a_stream_that_a_key_opened_ends_with_an_error_when_it_is_revoked(live, http, base, asked, monkeypatch):

@@ -1,12 +1,14 @@
 """Webhooks as the unmodified openai client has them: endpoints over its calls, messages verified by it."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import openai
 import pytest
 from sqlalchemy import update
 
+from api.app import POSTING_AT_ONCE, POSTING_OF_A_PROJECT
 from core import webhooks
 from core.models import WebhookDelivery, WebhookEndpoint, database_now
 from tests.api import driving
@@ -168,6 +170,27 @@ def test_a_sample_is_sent_once_and_its_status_told(sdk, receiver):
         sdk.webhooks.test(endpoint.id, event_type=ENDS[0])
     assert caught.value.code == "undelivered"
     assert receiver.came.empty()
+
+
+def test_samples_of_one_project_to_an_endpoint_that_never_answers_keep_no_other_waiting(live, sdk, receiver):
+    with receiving() as deaf, openai.OpenAI(base_url=f"{live.url}/v1", api_key=live.key()) as flood:
+        deaf.silent = True
+        theirs = flood.webhooks.create(name="deaf", url=deaf.url, event_types=ENDS)
+        ours = sdk.webhooks.create(name="ci", url=receiver.url, event_types=ENDS)
+        with ThreadPoolExecutor(2 * POSTING_AT_ONCE) as pool:
+            sent = [pool.submit(send, live, flood.api_key, theirs.id) for _ in range(2 * POSTING_AT_ONCE)]
+            for _ in range(POSTING_OF_A_PROJECT):
+                deaf.next()
+            assert send(live, sdk.api_key, ours.id).status_code == 200
+            assert deaf.came.empty()
+            deaf.closing.set()
+            deaf.silent = False
+            assert {one.result().status_code for one in sent} <= {200, 400}
+
+
+def send(live, key, endpoint):
+    with live.http(key) as http:
+        return http.post(f"/v1/webhook_endpoints/{endpoint}/test", json={"event_type": "job.failed"})
 
 
 @pytest.mark.parametrize(
