@@ -9,9 +9,9 @@ from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, TableValuedAlias, bindparam, func, null, select, update
+from sqlalchemy import ColumnElement, Select, TableValuedAlias, bindparam, func, null, select, update
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from core import audit, catalog, files, hints, history, nodes, outbox, paging, projects, quotas
 from core.db import SCHEDULING, lock
@@ -19,7 +19,7 @@ from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound
 from core.failures import failure
 from core.files import FileFacts
 from core.keys import Account
-from core.models import Holding, Job, JobEvent, Node, Slot, database_now, new_id
+from core.models import Holding, Job, JobEvent, Node, Project, Slot, database_now, new_id
 from core.paging import Page
 from core.resolve import BaseFacts, Resolution, resolve
 from core.settings import Settings
@@ -31,6 +31,8 @@ S = JobState
 
 RETRY_WINDOW = timedelta(minutes=10)
 """How long an identical create that says it is a retry is taken for one."""
+CANCELLED_AT_ONCE = 100
+"""Jobs that one transaction ends where a whole project is closed."""
 _FIRST_BACK_OFF = 1.0
 _LONGEST_BACK_OFF = 300.0
 
@@ -298,16 +300,33 @@ def change(session: Session, owner: Account, job_id: str, wish: JobChange) -> Jo
     return job
 
 
-def cancel_all(session: Session, owner: Account, project_id: str) -> None:
-    """End every job of a project, as `cancel` ends one. Whether `owner` may was decided before."""
+def cancel_all(session: Session, owner: Account, project_id: str) -> list[Job]:
+    """End jobs of a project, as `cancel` ends one, but so many that others need not wait for long; those that it was.
+
+    Whether `owner` may was decided before. `cancel_archived` sees to the rest.
+    """
     # The scheduler locks jobs in another order.
     lock(session, SCHEDULING)
-    unfinished = select(Job.id).where(Job.project_id == project_id, Job.state.not_in({*TERMINAL, S.CANCELLING}))
-    for job_id in session.scalars(unfinished.order_by(Job.id)).all():
+    ended = []
+    for job_id in session.scalars(_uncancelled(project_id).order_by(Job.id).limit(CANCELLED_AT_ONCE)).all():
         job = _locked(session, job_id)
         if job.state not in TERMINAL and job.state is not S.CANCELLING:
-            move(session, job_id, S.CANCELLED if _nothing_runs(job) else S.CANCELLING)
+            ended.append(move(session, job_id, S.CANCELLED if _nothing_runs(job) else S.CANCELLING))
             audit.record(session, owner, "job.cancelled", job_id, project_id=project_id)
+    return ended
+
+
+def cancel_archived(session: Session) -> list[Job]:
+    """`cancel_all` in a project that was archived and has jobs yet, in the name of who archived it."""
+    closed = select(Project.id).where(Project.archived_at.is_not(None), _uncancelled(Project.id).exists())
+    project_id = session.scalars(closed.limit(1)).first()
+    if project_id is None:
+        return []
+    return cancel_all(session, audit.who(session, "project.archived", project_id), project_id)
+
+
+def _uncancelled(project_id: str | InstrumentedAttribute[str]) -> Select[str]:
+    return select(Job.id).where(Job.project_id == project_id, Job.state.not_in({*TERMINAL, S.CANCELLING}))
 
 
 def pause_spent(session: Session) -> list[Job]:

@@ -21,6 +21,8 @@ TICK_SECONDS = 1.0
 RESEND_SECONDS = 5.0
 QUOTAS_SECONDS = 10.0
 """How far a project may run beyond its GPU-hours; then what it runs is told to save and pause."""
+CLOSE_SECONDS = 5.0
+"""How long jobs of a project that was archived may go on, where they were too many to be ended with it."""
 FORGET_SECONDS = 600.0
 LOOKS_PER_LEASE = 5
 LONGEST_LOOK_SECONDS = 3.0
@@ -35,6 +37,7 @@ class Upkeep:
             Duty("tick", TICK_SECONDS, self.tick),
             Duty("resend", RESEND_SECONDS, self.resend, due_at=monotonic() + RESEND_SECONDS),
             Duty("quotas", QUOTAS_SECONDS, self.quotas),
+            Duty("close", CLOSE_SECONDS, self.close),
             Duty("forget", FORGET_SECONDS, self.forget),
         )
 
@@ -70,6 +73,15 @@ class Upkeep:
         for job in paused:
             log.info("job paused, its project's GPU-hours are used up", job=job.id, state=job.state.value)
 
+    def close(self) -> None:
+        """End what is left in projects that were archived, some jobs a transaction."""
+        while True:
+            with self.services.db.session() as session:
+                ended = jobs.cancel_archived(session)
+            if not ended:
+                return
+            log.info("jobs of an archived project cancelled", project=ended[0].project_id, jobs=len(ended))
+
     def forget(self) -> None:
         """Count no longer on hosts that are gone for good."""
         with self.services.db.session() as session:
@@ -79,7 +91,7 @@ class Upkeep:
 
 def main() -> None:
     settings = Settings()
-    logging.setup(settings.log_level)
+    logging.begin(settings)
     orders = Orders()
     obey_signals(orders)
     with (

@@ -88,7 +88,10 @@ def change(project_id: ProjectId, wanted: ProjectChange, owner: AdminDep, sessio
 
 @router.post("/{project_id}/archive", responses=errors(NotFound, Forbidden, InvalidMove))
 def archive(project_id: ProjectId, owner: AdminDep, session: SessionDep) -> ProjectOut:
-    """Archive a project: its keys open nothing from now on, and its jobs are cancelled. What it made stays."""
+    """Archive a project: its keys open nothing from now on, and its jobs are cancelled. What it made stays.
+
+    Of very many jobs the last ones are cancelled within seconds.
+    """
     project = projects.archive(session, owner, project_id)
     jobs.cancel_all(session, owner, project.id)
     return shown(session, project)

@@ -7,9 +7,10 @@ from threading import Event, Thread
 import pytest
 from sqlalchemy import select, update
 
-from core import jobs
+from core import jobs, projects
 from core.db import Database
-from core.models import Job, Slot, database_now
+from core.keys import DEFAULT_PROJECT, Account
+from core.models import AuditLog, Job, Slot, database_now
 from core.services import Services
 from core.states import JobState
 from tests import make
@@ -105,3 +106,26 @@ def test_a_duty_that_fails_does_not_keep_the_others_from_theirs(services: Servic
         thread.join(DEADLINE_SECONDS)
 
     assert not thread.is_alive()
+
+
+def test_all_jobs_of_an_archived_project_end_some_a_transaction_in_the_name_of_who_archived_it(
+    services: Services, upkeep: Upkeep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "CANCELLED_AT_ONCE", 2)
+    admin = Account(DEFAULT_PROJECT, "key-admin", frozenset({"admin"}))
+    with services.db.session() as session:
+        project = make.project(session).id
+        other = make.job(session).id
+        ours = {make.job(session, project_id=project).id for _ in range(5)}
+    with services.db.session() as session:
+        projects.archive(session, admin, project)
+        assert len(jobs.cancel_all(session, admin, project)) == 2
+
+    upkeep.close()
+
+    with services.db.reading() as session:
+        states = {job.id: job.state for job in session.scalars(select(Job))}
+        entries = session.scalars(select(AuditLog).where(AuditLog.action == "job.cancelled")).all()
+    assert {states[id_] for id_ in ours} == {JobState.CANCELLED}
+    assert states[other] is JobState.QUEUED
+    assert {(entry.object_id, entry.actor_key_id) for entry in entries} == {(id_, "key-admin") for id_ in ours}
