@@ -438,9 +438,10 @@ class PlanOut(Out):
     """Forward and backward, by the model's arithmetic, of rows that are one document each."""
     layout: LayoutOut
     bytes_per_rank: dict[str, int]
-    """Of the rank that needs most, by what for, and `total`."""
+    """Of the rank that needs most, in the phase in which it does, by what for, and `total`."""
     bytes_by_phase: dict[str, int]
-    """What that rank holds `between_steps`, at the `end_of_forward`, and in the `loss`."""
+    """What that rank holds at most, `steady` between steps, in `forward`, in `backward`, while the `optimizer` updates
+    weights, and beside a `checkpoint` that is being written."""
     disk: DiskOut
     queue: QueueOut
     """Where it would stand now; without a reason it would start at once."""
@@ -467,7 +468,7 @@ class PlanOut(Out):
                 recomputed=plan["recomputed"],
             ),
             bytes_per_rank=plan["bytes_per_rank"],
-            bytes_by_phase=plans.by_phase(plan["bytes_per_rank"]),
+            bytes_by_phase=plan["bytes_by_phase"],
             disk=DiskOut(
                 checkpoint_bytes=plan["checkpoint_bytes"],
                 result_bytes=plan["result_bytes"],

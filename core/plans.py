@@ -49,13 +49,6 @@ def plan(session: Session, owner: Account, spec: JobSpec, *, settings: Settings)
     return Planned(resolution, used, prospect)
 
 
-def by_phase(bytes_per_rank: Mapping[str, int]) -> dict[str, int]:
-    """Bytes that the rank which needs most holds at each point of a step."""
-    state = sum(bytes_per_rank[item] for item in ("weights", "gradients", "optimizer", "snapshot"))
-    forward = state + bytes_per_rank["activations"]
-    return {"between_steps": state, "end_of_forward": forward, "loss": forward + bytes_per_rank["logits"]}
-
-
 def micro_batches(run: Mapping[str, Any]) -> int:
     """Passes that each replica makes for a step."""
     training = run["training"]

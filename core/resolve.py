@@ -129,7 +129,7 @@ def resolve(
     precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
     recompute = _recompute(spec, shape)
     packed = _is_packed(spec, files, data_format)
-    choice = _Choice(spec, shape, lora, seq_len, precision, recompute, cluster, packed)
+    choice = _Choice(spec, shape, lora, seq_len, precision, recompute, cluster, packed, objective == "dpo")
     parallel = choice.parallel()
     global_batch, micro_batch = choice.batch(parallel)
     rows = _rows(spec, files, data_format, seq_len, bytes_only=tokenizer.type == "bytes")
@@ -453,6 +453,8 @@ class _Choice:
     cluster: ClusterFacts
     packed: bool
     """Rows hold several documents."""
+    compares: bool
+    """Answers in pairs."""
     _known: dict[tuple[Parallel, int, int], Memory] = field(default_factory=dict)
     """What was estimated before: the layout that is chosen was one of the candidates."""
 
@@ -548,6 +550,7 @@ class _Choice:
                 micro_batches=micro_batches,
                 packed=self.packed,
                 on_host=self.cluster.device == "cpu",
+                compares=self.compares,
             )
         return self._known[asked]
 
@@ -666,25 +669,34 @@ def _rate(ask: TrainingAsk, usual: float) -> float:
 
 def _has_room(cluster: ClusterFacts, needs: Memory) -> bool:
     available = cluster.slot_memory_bytes
-    return available is None or needs.total <= available * (1 - memory.MARGIN)
+    return available is None or needs.fits(available)
 
 
 def _check_memory(needs: Memory, cluster: ClusterFacts) -> None:
     if _has_room(cluster, needs):
         return
-    advice = {
-        "activations": "lower training.micro_batch or data.seq_len, or set recompute to full",
-        "logits": "lower training.micro_batch or data.seq_len",
-        "weights": "raise parallel.tensor or parallel.pipeline, or parallel.data with shard_weights",
+    fewer_tokens = "lower training.micro_batch or data.seq_len"
+    advice: dict[memory.Item, str] = {
+        "activations": f"{fewer_tokens}, or set recompute to full",
+        "recomputed": fewer_tokens,
+        "logits": fewer_tokens,
+        "working": fewer_tokens,
+        "pipeline": fewer_tokens,
+        "reference": fewer_tokens,
+        "batches": "lower training.global_batch or data.seq_len",
+        "gathered": f"{fewer_tokens}, or leave parallel.shard_weights and shard_gradients out",
+        "parameters": "raise parallel.tensor or parallel.pipeline, or parallel.data with shard_weights",
+        "adapters": "lower lora's rank, or raise parallel.tensor",
         "gradients": "raise parallel.tensor or parallel.pipeline, or parallel.data with shard_gradients, or use method"
         " lora",
         "snapshot": "raise parallel.tensor, use method lora, or raise parallel.data with shard_optimizer",
         "optimizer": "raise parallel.tensor, use method lora, or raise parallel.data with shard_optimizer",
-    }[needs.largest]
+    }
     _refuse(
         "resources",
-        f"each rank needs about {_gib(needs.total)}, {_gib(getattr(needs, needs.largest))} of it {needs.largest}; a"
-        f" slot has {_gib(cluster.slot_memory_bytes or 0)}, of which {memory.MARGIN:.0%} stay free: {advice}",
+        f"each rank needs about {_gib(needs.total)}, {_gib(needs.of(needs.largest))} of it {needs.largest}; a"
+        f" slot has {_gib(cluster.slot_memory_bytes or 0)}, of which {memory.MARGIN:.0%} stay free:"
+        f" {advice[needs.largest]}",
     )
 
 
@@ -697,6 +709,7 @@ def _plan(shape: ModelShape, lora: Lora | None, needs: Memory, steps: int, rows:
         "trainable_parameters": parameters if adapters is None else adapters,
         "ranks": run.parallel.ranks,
         "bytes_per_rank": needs.itemised(),
+        "bytes_by_phase": needs.by_phase(),
         "recomputed": [operation for operation in OPERATIONS if operation in replayed],
         "estimated_rows": rows,
         "estimated_steps": steps,

@@ -65,7 +65,9 @@ def facts(plan: Json) -> dict[str, object]:
     layout, disk, queue = plan["layout"], plan["disk"], plan["queue"]
     memory = plan["bytes_per_rank"]
     axes = [f"{name} {ranks}" for name, ranks in layout["parallel"].items() if _is_an_axis(ranks)]
-    parts = sorted(((name, held) for name, held in memory.items() if name != "total"), key=lambda part: -part[1])
+    parts = sorted(
+        ((name, held) for name, held in memory.items() if name != "total" and held), key=lambda part: -part[1]
+    )
     return {
         "kind": f"{plan['kind']}, {plan['trainable_parameters']:,} of {plan['parameters']:,} parameters trained",
         "data": "; ".join(map(_data, plan["data"])),

@@ -7,12 +7,13 @@ A layer is written down once, as the tensors that its backward pass reads and th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
 from engine.config import Lora, ModelShape, Operation, Parallel, RunConfig
 from engine.plan.flops import MULTIPLY_ADD, model_flops
+from engine.plan.holdings import COLUMNS, keys_per_rank
 
 FP32 = 4
 ELEMENTS = {"bf16": 2, "fp32": FP32}
@@ -37,6 +38,10 @@ class Setting:
     """The layer's input needs a gradient: not in the first layer, where only adapters learn."""
     attended: int | None = None
     """(token, token attended to) of a rank, as `plan.flops` counts them; None: rows are one document each."""
+    packed: bool = False
+    """Rows may hold several documents, which do not see one another."""
+    on_cuda: bool = False
+    """Kernels are those of a CUDA device."""
 
     @classmethod
     def of(cls, run: RunConfig, shape: ModelShape) -> Setting:
@@ -48,6 +53,8 @@ class Setting:
             element=ELEMENTS[run.training.precision],
             parallel=run.parallel,
             lora=run.lora,
+            packed=run.data.format == "preference" or (run.data.packing and run.data.format != "text"),
+            on_cuda=run.device == "cuda",
         )
 
     @property
@@ -63,11 +70,29 @@ class Setting:
     @property
     def scores(self) -> int:
         """Places in the score matrices of a head, where the core makes such."""
+        return self.micro_batch * self._in_a_row(lambda queries, keys: queries * keys)
+
+    @property
+    def keys_in_sight(self) -> int:
+        """Tokens whose keys the core is given, of all rows and runs of queries."""
+        return self.micro_batch * self._in_a_row(lambda queries, keys: keys)
+
+    def _in_a_row(self, count: Callable[[int, int], int]) -> int:
+        """Sum of `count` over the runs of queries that a rank has of a row, on the context rank with the most."""
         context = self.parallel.context
         if context == 1:
-            return self.micro_batch * self.seq_len**2
-        # A rank's two chunks look at 2C + 1 chunks of keys.
-        return self.micro_batch * (2 * context + 1) * (self.seq_len // (2 * context)) ** 2
+            return count(self.seq_len, self.seq_len)
+        # A rank has two chunks, one from either side of the row's middle; its keys begin where the window does.
+        each, window = self.seq_len // (2 * context), self.shape.sliding_window or self.seq_len
+        keys = [(chunk + 1) * each - max(0, chunk * each - window + 1) for chunk in range(2 * context)]
+        return max(count(each, keys[rank]) + count(each, keys[-1 - rank]) for rank in range(context))
+
+    @property
+    def has_mask(self) -> bool:
+        """Something is added to scores: rows that are one document have no mask, unless a window is narrower."""
+        window = self.shape.sliding_window
+        narrow = window is not None and window < self.seq_len
+        return self.packed or self.shape.family.positions == "alibi" or narrow or self.parallel.context > 1
 
     @property
     def pairs(self) -> int:
@@ -214,20 +239,30 @@ class Layer:
         self._tensor("mixed", self.element * tokens * queries)
         self.core_products = 2 * MULTIPLY_ADD * self.setting.pairs * queries
         self.products += self.core_products
-        if reached := reached or not self.adapted.isdisjoint(outputs):
-            self._core()
+        learn = {name for name in outputs if reached or name in self.adapted}
+        if reached := bool(learn):
+            self._core(learn)
         self._matrices("mixed", {"o": (queries, width)}, whole=self.setting.own_tokens)
         reached = reached or "o" in self.adapted
         self._branch_mask("mixed", reached)
         self._between("x2")
         return reached
 
-    def _core(self) -> None:
+    def _core(self, learn: Collection[str]) -> None:
+        """What softmax(Q K^T) V keeps where these of the three need a gradient."""
         heads = self.shape.num_heads // self.ranks
         if not self.shape.attention_dropout:
             # The logarithm of each row's sum, and the output, which the matrix behind it reads too.
             self._tensor("core.sums", FP32 * self.setting.tokens * heads)
             self.core_read = [*self.core_inputs, "core.sums", "mixed"]
+            if self._repeats_keys():
+                # Copies of all keys in sight, one for each query head. Context ranks keep their own keys besides.
+                own = self.core_inputs if self.setting.parallel.context > 1 else ("q",)
+                for name in ("k", "v"):
+                    self._tensor(
+                        f"{name}.repeated", self.element * self.setting.keys_in_sight * heads * self.shape.head_dim
+                    )
+                self.core_read = [*own, "k.repeated", "v.repeated", "core.sums", "mixed"]
             return
         # The probabilities, their mask and what it leaves of them: 5 bytes a score (Korthikanti et al. 2022, section
         # 4.1). Products read copies of queries, keys and values; of one row's, keys and values themselves.
@@ -235,11 +270,20 @@ class Layer:
         self._tensor("chances", self.element * scores)
         self.recipes["dropped"] = Recipe("dropout", ("chances",), 0, MASK * scores)
         self._tensor("dropped", self.element * scores, "dropped")
-        self.core_read = ["chances", "dropped", self._mask("chances", scores)]
-        for name in self.core_inputs:
-            is_copy = name == "q" or self.setting.micro_batch > 1
-            self._tensor(f"{name}.read", self.sizes[name], None if is_copy else self.made_by[name])
-            self.core_read.append(f"{name}.read")
+        scores_learn = not {"q", "k"}.isdisjoint(learn)
+        self.core_read = ["chances", self._mask("chances", scores)] if scores_learn else []
+        # A product's gradient by one side needs the other.
+        self.core_read += ["dropped"] if "v" in learn else []
+        for name, is_read in {"q": "k" in learn, "k": "q" in learn, "v": scores_learn}.items():
+            if is_read:
+                is_copy = name == "q" or self.setting.micro_batch > 1
+                self._tensor(f"{name}.read", self.sizes[name], None if is_copy else self.made_by[name])
+                self.core_read.append(f"{name}.read")
+
+    def _repeats_keys(self) -> bool:
+        """The CUDA kernel that takes a mask knows no groups of heads, and is given a copy for each head."""
+        grouped = self.sizes["k"] < self.sizes["q"]
+        return self.setting.on_cuda and self.setting.has_mask and grouped
 
     def _feed_forward(self, reached: bool) -> None:
         """From `x2` on."""
@@ -266,7 +310,10 @@ class Layer:
         products = 0
         for name, (inputs, size) in outputs.items():
             rank = self.lora.rank if self.lora is not None and name in self.adapted else 0
-            products += MULTIPLY_ADD * self.setting.tokens * (inputs * size + rank * (inputs + size))
+            # Beside a column layer A reads a rank's own tokens, beside a row layer B makes them.
+            above, below = (self.setting.own_tokens, self.setting.tokens)[:: 1 if name in COLUMNS else -1]
+            products += MULTIPLY_ADD * self.setting.tokens * inputs * size
+            products += MULTIPLY_ADD * rank * (above * inputs + below * size)
             if self.lora is None:
                 self.read.append(of)
             if not rank:
@@ -320,8 +367,3 @@ class Layer:
         self.sizes[name] = size
         if by is not None:
             self.made_by[name] = by
-
-
-def keys_per_rank(shape: ModelShape, *, tensor: int) -> int:
-    """Outputs of the key projection on one rank: where heads are fewer than ranks, neighbours hold the same head."""
-    return max(1, shape.num_kv_heads // tensor) * shape.head_dim

@@ -247,7 +247,7 @@ class _Search:
         needs = self.needs(layout)
         if needs.total <= room:
             return None
-        largest = getattr(needs, needs.largest)
+        largest = needs.of(needs.largest)
         return f"refused: a rank needs {gib(needs.total)}, {gib(largest)} of it {needs.largest}; {gib(room)} are free"
 
     # Explaining

@@ -11,7 +11,8 @@ from functools import cached_property
 from engine.config import Lora, ModelShape, Operation, Parallel
 from engine.plan.cluster import Cluster, Link
 from engine.plan.flops import MULTIPLY_ADD, layer_matrices
-from engine.plan.recompute import ELEMENTS, FP32, Layer, Setting, cost, keys_per_rank
+from engine.plan.holdings import keys_per_rank
+from engine.plan.recompute import ELEMENTS, FP32, Layer, Setting, cost
 from engine.plan.stages import stages
 
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 2, 3

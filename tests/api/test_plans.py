@@ -48,8 +48,11 @@ def test_a_plan_counts_bytes_flops_and_disk_as_by_hand(http):
     assert plan["disk"]["checkpoint_bytes"] == 12 * plan["parameters"]
     assert plan["disk"]["result_bytes"] == 4 * plan["parameters"]
     assert plan["disk"]["total_bytes"] == (4 * 12 + 4) * plan["parameters"]
-    assert plan["bytes_by_phase"]["loss"] == plan["bytes_per_rank"]["total"]
-    assert sorted(plan["bytes_by_phase"].values()) == list(plan["bytes_by_phase"].values())
+    phases = plan["bytes_by_phase"]
+    assert list(phases) == ["steady", "forward", "backward", "optimizer", "checkpoint"]
+    # On a CPU a checkpoint's copy lies in the same memory.
+    assert max(phases.values()) == phases["checkpoint"] == plan["bytes_per_rank"]["total"]
+    assert plan["bytes_per_rank"]["snapshot"] == 12 * plan["parameters"]
     layout = plan["layout"]
     assert (layout["ranks"], layout["global_batch"], layout["seq_len"], layout["precision"]) == (1, 2, 32, "fp32")
     assert layout["micro_batch"] * layout["micro_batches"] == 2

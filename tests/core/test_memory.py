@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from core.presets import PRESETS
 from engine.config import Lora, ModelShape, Parallel, Recompute
-from engine.plan import memory
-from engine.plan.recompute import Setting
+from engine.plan import memory, passing, saved
+from engine.plan.recompute import Setting, cost
 from engine.plan.stages import Stage
 from tests import make
 
@@ -107,22 +109,62 @@ def test_a_rank_holds_a_whole_key_value_head_where_there_are_fewer_than_ranks() 
     assert memory.adapter_parameters_per_rank(TINY, lora, tensor=4) == 2 * 2 * (16 + 4)
 
 
-def activations(recompute: Recompute) -> int:
+def held(
+    shape: ModelShape = TINY,
+    *,
+    micro_batch: int = 1,
+    precision: str = "bf16",
+    recompute: Recompute | None = None,
+    lora: Lora | None = None,
+    micro_batches: int = 1,
+    packed: bool = False,
+    on_host: bool = False,
+    **parallel: object,
+) -> memory.Memory:
+    """Of rows of eight tokens."""
     return memory.estimate(
-        TINY, seq_len=8, micro_batch=1, precision="bf16", parallel=Parallel(), recompute=recompute
-    ).activations
+        shape, seq_len=8, micro_batch=micro_batch, precision=precision, parallel=Parallel.model_validate(parallel),
+        recompute=recompute or Recompute(), lora=lora, micro_batches=micro_batches, packed=packed, on_host=on_host,
+    )  # fmt: skip
 
 
-def test_activations_are_those_of_all_layers_and_of_one_that_is_made_again() -> None:
+def test_activations_are_those_of_all_layers_and_of_what_stands_around_them() -> None:
     # Per token: 4 x 16 around the matrices, q 16 + k 8 + v 8, core 16, 3 x 32 in the feed-forward, two bytes each; the
-    # core's sums for four heads and two norms' statistics in fp32. Two tensors of 16 stand outside the layers.
-    layer, ends = 8 * (2 * (64 + 32 + 16 + 96) + 4 * (4 + 2)), 8 * 2 * 2 * 16
-    assert activations(Recompute(mode="none")) == 2 * layer + ends
-    full = 8 * 2 * 16
-    assert activations(Recompute(mode="full")) == 2 * full + (layer - full) + ends
-    # The norms' outputs are gone from both, and there in one.
-    norms = 8 * 2 * 2 * 16
-    assert activations(Recompute(operations=("norm",))) == 2 * (layer - norms) + norms + ends
+    # core's sums for four heads and two norms' statistics in fp32.
+    layer = 8 * (2 * (64 + 32 + 16 + 96) + 4 * (4 + 2))
+    # Ids of eight bytes; four angles; the last norm's input and statistic, and the loss's gradient.
+    ends = 8 * (8 + 2 * 4 + 2 * 16 + 4 + 2 * 16)
+    full, norms = 8 * 2 * 16, 8 * 2 * 2 * 16
+
+    def of(recompute: Recompute) -> tuple[int, int]:
+        needs = held(recompute=recompute)
+        return needs.of("activations", "backward"), needs.of("recomputed", "backward")
+
+    assert of(Recompute(mode="none")) == (2 * layer + ends, 0)
+    assert of(Recompute(mode="full")) == (2 * full + ends, layer - full)
+    # The norms' outputs are gone from both, and there in the one that is at work.
+    assert of(Recompute(operations=("norm",))) == (2 * (layer - norms) + ends, norms)
+
+
+def test_a_plan_says_what_is_needed_in_each_phase_and_what_most() -> None:
+    needs = held(on_host=True, precision="fp32")
+    phases = needs.by_phase()
+    assert list(phases) == ["steady", "forward", "backward", "optimizer", "checkpoint"]
+    assert phases["checkpoint"] == needs.total == max(phases.values())
+    assert phases["checkpoint"] == max(phases["forward"], phases["backward"]) + 12 * memory.parameters(TINY)
+    assert needs.itemised()["snapshot"] == 12 * memory.parameters(TINY)
+    assert needs.largest == "snapshot"
+    # On a device the copy lies elsewhere, and nothing is as large as a step's work.
+    assert held().by_phase()["checkpoint"] == held().by_phase()["steady"]
+    assert held().peak in ("forward", "backward")
+
+
+def test_a_device_has_room_for_what_leaves_a_tenth_of_it_free() -> None:
+    needs = held()
+    enough = needs.total + needs.margin
+    assert needs.margin == pytest.approx(0.1 * enough, abs=1)
+    assert needs.fits(enough + 2)
+    assert not needs.fits(enough - 2)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +180,12 @@ def test_activations_are_those_of_all_layers_and_of_one_that_is_made_again() -> 
 def test_weights_gradients_and_optimizer_take_what_the_engine_keeps(
     precision: str, data: int, shard: bool, per_parameter: float
 ) -> None:
-    needs = memory.estimate(
-        TINY, seq_len=8, micro_batch=1, precision=precision, recompute=Recompute(),
-        parallel=Parallel(data=data, shard_optimizer=shard),
-    )  # fmt: skip
-    assert needs.weights + needs.gradients + needs.optimizer == memory.parameters(TINY) * per_parameter
+    needs = held(precision=precision, data=data, shard_optimizer=shard)
+    # Each replica's share begins on a cache line of 16 numbers.
+    line = 16 * (data if shard else 1)
+    elements = -(-memory.parameters(TINY) // line) * line
+    states = [needs.of(item, "steady") for item in ("parameters", "gradients", "optimizer")]  # type: ignore[arg-type]
+    assert sum(states) == elements * per_parameter
     assert needs.total == sum(value for name, value in needs.itemised().items() if name != "total")
 
 
@@ -155,67 +198,61 @@ def test_replicas_that_share_weights_hold_three_fp32_numbers_of_their_share_and_
     ends, layer = 16 + 260 * 16, LAYER + 32
     everything = ends + layers * layer
 
-    def bytes_with(**shared: bool) -> int:
-        needs = memory.estimate(
-            deep, seq_len=8, micro_batch=1, precision=precision, recompute=Recompute(),
-            parallel=Parallel(data=4, **shared),  # type: ignore[arg-type]
-        )  # fmt: skip
-        return needs.weights + needs.gradients + needs.optimizer
+    def bytes_with(**shared: bool) -> tuple[int, ...]:
+        needs = held(deep, precision=precision, data=4, **shared)
+        told = (needs.of("optimizer"), needs.of("gradients", "steady"), needs.of("gradients"), needs.of("gathered"))
+        return needs.of("parameters"), *told
 
-    # Master, two moments and gradient of a quarter; gradients of the ends and a layer before they are summed.
-    shared = everything // 4 * 16 + (ends + layer) * (size + 4)
-    assert bytes_with(shard_gradients=True) == shared + everything * size
+    # Master and two moments of a quarter; gradients of a quarter, and of the ends and a layer before they are summed.
+    arising = everything // 4 * 4 + (ends + layer) * (size + 4)
+    assert bytes_with(shard_gradients=True) == (0, everything // 4 * 12, 0, arising, everything * size)
     # The layer that runs and the next.
-    assert bytes_with(shard_weights=True) == shared + (ends + 2 * layer) * size
+    gathered = (ends + 2 * layer) * size
+    assert bytes_with(shard_weights=True) == (0, everything // 4 * 12, 0, arising, gathered)
 
 
 def test_replicas_that_share_weights_share_a_frozen_base_too() -> None:
     lora = Lora(rank=2)
     deep = make.shape(num_layers=10)
-    needs = memory.estimate(
-        deep, seq_len=8, micro_batch=1, precision="bf16", recompute=Recompute(), lora=lora,
-        parallel=Parallel(data=4, shard_weights=True),
-    )  # fmt: skip
+    needs = held(deep, lora=lora, data=4, shard_weights=True)
     adapters = memory.adapter_parameters(deep, lora)
-    gathered = 16 + 260 * 16 + 2 * (LAYER + 32 + adapters // 10)
-    assert needs.weights == 2 * (gathered + memory.parameters(deep) // 4)
-    assert needs.optimizer == 12 * adapters // 4
-    assert needs.gradients == 4 * adapters // 4 + 6 * adapters // 10
+    assert needs.of("parameters") == 2 * memory.parameters(deep) // 4
+    assert needs.of("gathered") == 2 * (16 + 260 * 16 + 2 * (LAYER + 32 + adapters // 10))
+    # A of two rows leaves two of four replicas without one; the first has a whole one. B has as many as a matrix.
+    rows = 10 * (7 * 16 + 32 - 16) + 10 * 2 * (16 + 8 + 8 + 16 + 32 + 32 + 16) // 4
+    assert needs.of("optimizer") == 12 * rows
+    assert needs.of("gradients", "backward") == 4 * rows + 6 * adapters // 10
 
 
 def test_lora_trains_the_adapters_only() -> None:
     lora = Lora(rank=2)
-    needs = memory.estimate(
-        TINY, seq_len=8, micro_batch=1, precision="bf16", recompute=Recompute(), parallel=Parallel(), lora=lora
-    )
-    assert needs.gradients == 4 * memory.adapter_parameters(TINY, lora)
-    assert needs.weights == 2 * (memory.parameters(TINY) + memory.adapter_parameters(TINY, lora))
+    needs = held(lora=lora)
+    assert needs.of("gradients") == 4 * memory.adapter_parameters(TINY, lora)
+    assert needs.of("parameters") == 2 * memory.parameters(TINY)
+    assert needs.of("adapters") == 2 * memory.adapter_parameters(TINY, lora)
 
 
 def test_context_ranks_share_activations_and_the_optimizer_and_have_all_keys_of_a_layer_for_a_while() -> None:
-    def needs(context: int) -> memory.Memory:
-        return memory.estimate(
-            TINY, seq_len=8, micro_batch=1, precision="bf16", recompute=Recompute(), parallel=Parallel(context=context)
-        )
-
-    one, two = needs(1), needs(2)
-    # Keys and values of 8 tokens are 16 wide, in two bytes; as they arrive and in order, and their gradients. Chunks of
-    # two tokens look at one and four, or at two and three, chunks of keys: five of 2 x 2.
-    assert two.activations == one.activations // 2 + 2 * (4 * 8 * 16 + 5 * 2 * 2)
-    assert two.logits == one.logits // 2
-    assert two.weights == one.weights
-    # Masters and moments are halved, and beside them stands a reduced copy of the gradients.
-    assert two.optimizer == memory.parameters(TINY) * 16 // 2
+    one, two = held(), held(context=2)
+    # Chunks of two tokens look at one and four, or at two and three, chunks of keys: five of 2 x 2 have a mask.
+    assert two.of("activations") == one.of("activations") // 2 + 2 * 5 * 2 * 2
+    # Keys and values of 8 tokens are 16 wide, in two bytes; as they arrive and in order, and their gradients.
+    assert two.of("gathered") == 2 * 4 * 8 * 16
+    # Masters and moments are halved, and beside the gradients stands a reduced copy of them, in cache lines.
+    elements = -(-memory.parameters(TINY) // 32) * 32
+    assert two.of("parameters") == 2 * elements
+    assert two.of("optimizer") == elements * 12 // 2
+    assert two.of("gradients") == elements * 4 * 3 // 2
 
 
 def of_scores(shape: ModelShape, *, micro_batch: int = 1, packed: bool = False, **parallel: int) -> int:
     """Activations beyond those of the same model whose core makes no masks and no scores."""
     plain = shape.model_copy(update={"architecture": "llama", "attention_dropout": 0.0, "sliding_window": None})
     one, other = (
-        memory.estimate(
-            model, seq_len=8, micro_batch=micro_batch, precision="bf16", parallel=Parallel.model_validate(parallel),
-            recompute=Recompute(mode="full"), micro_batches=4, packed=model is shape and packed,
-        ).activations
+        held(
+            model, micro_batch=micro_batch, recompute=Recompute(mode="full"), micro_batches=4,
+            packed=model is shape and packed, **parallel,
+        ).of("activations", "backward")
         for model in (shape, plain)
     )  # fmt: skip
     return one - other
@@ -235,32 +272,37 @@ def test_a_mask_is_kept_for_each_pass_that_waits_where_rows_are_not_whole_docume
 def test_linear_biases_are_kept_for_each_head_and_made_in_fp32() -> None:
     setting = Setting(make.shape(architecture="bloom", num_kv_heads=4, ffn_hidden_size=64), 8, 3, 2, Parallel(tensor=2))
     # Two heads of a rank, 8 x 8 pairs; with documents, of each of three rows.
-    assert memory.masks(setting, packed=False) == 2 * 2 * 8 * 8
-    assert memory.masks(setting, packed=True) == 3 * 2 * 2 * 8 * 8
-    assert memory.making_scores(setting) == 4 * 2 * 8 * 8
+    assert saved.masks(setting) == 2 * 2 * 8 * 8
+    assert saved.masks(replace(setting, packed=True)) == 3 * 2 * 2 * 8 * 8
+    assert passing.making_scores(setting) == 4 * 2 * 8 * 8
+
+
+def test_a_gpu_that_is_given_a_mask_keeps_keys_and_values_for_each_query_head() -> None:
+    # Two key heads of 4 for four query heads: without a mask 8 numbers a token, with one 16, of keys and of values.
+    own = Setting(TINY, 8, 3, 2, on_cuda=True)
+    packed = replace(own, packed=True)
+    assert cost(packed, ()).saved - cost(own, ()).saved == 2 * 3 * 8 * 2 * (16 - 8)
+    on_host = replace(packed, on_cuda=False)
+    assert cost(on_host, ()).saved == cost(own, ()).saved
+    # What is replayed keeps them as they were.
+    assert cost(packed, {"attention_core"}).saved == cost(on_host, {"attention_core"}).saved
+    # Context ranks gather all, and keep their own besides: chunks of two tokens see one and four chunks of keys.
+    shared = replace(packed, parallel=Parallel(context=2))
+    beyond = cost(shared, ()).saved - cost(replace(shared, on_cuda=False), ()).saved
+    assert beyond == 2 * 3 * (5 * 2) * 2 * 16
 
 
 def test_where_probabilities_are_dropped_two_more_score_matrices_exist_for_a_moment() -> None:
     gpt2 = make.shape(architecture="gpt2", num_kv_heads=4)
-    one, other = (
-        memory.estimate(
-            gpt2.model_copy(update={"attention_dropout": rate}), seq_len=8, micro_batch=3, precision="bf16",
-            parallel=Parallel(tensor=2), recompute=Recompute(mode="full"),
-        ).activations
-        for rate in (0.1, 0.0)
-    )  # fmt: skip
-    # Two heads of a rank, three rows of 8 x 8 pairs. The layer that is made again keeps five bytes of each (Korthikanti
-    # et al. 2022, section 4.1) and not the sums of 24 tokens in fp32; two numbers of two bytes come and go.
-    assert one - other == (5 + 2 * 2) * 2 * 3 * 8 * 8 - 4 * 2 * 24
+    setting = Setting(gpt2.model_copy(update={"attention_dropout": 0.1}), 8, 3, 2, Parallel(tensor=2))
+    # Two heads of a rank, three rows of 8 x 8 pairs; two numbers of two bytes come and go.
+    assert passing.making_scores(setting) == 2 * 2 * 2 * 3 * 8 * 8
+    assert passing.making_scores(replace(setting, shape=gpt2)) == 0
 
 
 def test_on_a_cpu_a_checkpoint_is_written_from_a_copy_of_what_a_rank_saves() -> None:
     def snapshot(on_host: bool, lora: Lora | None = None, **parallel: object) -> int:
-        needs = memory.estimate(
-            TINY, seq_len=8, micro_batch=1, precision="fp32", parallel=Parallel.model_validate(parallel),
-            recompute=Recompute(), lora=lora, on_host=on_host,
-        )  # fmt: skip
-        return needs.snapshot
+        return held(precision="fp32", lora=lora, on_host=on_host, **parallel).of("snapshot", "checkpoint")
 
     # Three fp32 numbers for each weight that trains: itself and two moments.
     everything = 12 * memory.parameters(TINY)
@@ -276,34 +318,36 @@ DEEP = make.shape(num_layers=8)
 
 
 def staged(micro_batches: int, shape: ModelShape = DEEP, **parallel: object) -> memory.Memory:
-    return memory.estimate(
-        shape,
-        seq_len=8,
-        micro_batch=1,
-        precision="bf16",
-        parallel=Parallel.model_validate(parallel),
-        recompute=Recompute(mode="full"),
-        micro_batches=micro_batches,
-    )
+    return held(shape, recompute=Recompute(mode="full"), micro_batches=micro_batches, **parallel)
 
 
 def test_the_first_stage_keeps_its_layers_for_as_many_micro_batches_as_ranks_come_after() -> None:
     # Fully recomputed, a layer keeps its input: 8 tokens of width 16 in two bytes. With a vocabulary of two it is the
     # first rank that needs most.
     kept, shape, even = 8 * 16 * 2, make.shape(num_layers=8, vocab_size=2), (2, 2, 2, 2)
-    two, four, nine = (staged(count, shape, pipeline=4, stages=even).activations for count in (2, 4, 9))
-    assert four - two == 2 * 2 * kept
-    assert nine == four
+    # Besides, ids of eight bytes and four angles of two of each pass.
+    ids, angles = 8 * 8, 8 * 2 * 4
+
+    def first(count: int, **parallel: object) -> int:
+        parallel = {"pipeline": 4, **parallel}
+        setting = Setting(shape, 8, 1, 2, Parallel.model_validate(parallel))
+        rank = memory.by_rank(setting, Recompute(mode="full"), micro_batches=count)[0]
+        return rank.of("activations", "backward")
+
+    two, four, nine = (first(count, stages=even) for count in (2, 4, 9))
+    assert four - two == 2 * (2 * kept + ids + angles)
+    assert nine == four == 8 * kept + 4 * (ids + angles)
     # Interleaved: 1 + (p - 1) / (p v) times all layers (Korthikanti et al. 2022, 4.2.3), where plain 1F1B keeps all.
-    interleaved = staged(8, shape, pipeline=4, virtual=2, stages=(1,) * 8).activations
-    assert interleaved - four == 8 * (3 / 8) * kept
+    interleaved = first(8, virtual=2, stages=(1,) * 8)
+    # When eight passes through the first of the two stages wait, and three through the second, which has no ids.
+    assert interleaved == 8 * (1 + 3 / 8) * kept + 11 * angles + 8 * ids
 
 
 def test_a_stage_holds_its_own_weights_and_both_ends_a_tied_embedding() -> None:
     embedding, layer = 260 * 16, LAYER + 32
     # The last rank also has the norm.
     needs = staged(4, pipeline=2, stages=(4, 4))
-    assert needs.weights in (2 * (4 * layer + embedding), 2 * (4 * layer + embedding + 16))
+    assert needs.of("parameters") in (2 * (4 * layer + embedding), 2 * (4 * layer + embedding + 16))
     inner = memory.parameters_per_rank(DEEP, tensor=1, stages=[Stage(range(4, 6), first=False, last=False)])
     assert inner == 2 * layer
 
@@ -320,4 +364,4 @@ def test_a_plan_of_thousands_of_stages_and_micro_batches_takes_no_time_to_speak_
         micro_batches=2**40,
     )
     # 11 of 8 layers' worth would be four ranks'; of 2,500 it is all layers, and as many again but one for each chunk.
-    assert needs.activations > 10_000 * 2 * 8 * 16
+    assert needs.of("activations") > 10_000 * 2 * 8 * 16

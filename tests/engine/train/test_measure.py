@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from engine import launch, measure
-from engine.plan import memory
+from engine.plan import saved
 from engine.plan.recompute import Setting, cost
 from tests.engine.train import runs
 from tests.worlds import World
@@ -112,5 +112,5 @@ def test_packed_rows_keep_the_masks_that_are_planned_for(tmp_path: Path, shape: 
         assert run.model is not None
         (report,) = measure.measure(run, tmp_path)
         kept.append(report.elsewhere)
-        planned.append(memory.masks(Setting.of(run, run.model), packed=bool(changes)))
+        planned.append(saved.masks(Setting.of(run, run.model)))
     assert kept[1] - kept[0] == planned[1] - planned[0] > 0
