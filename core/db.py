@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -11,6 +12,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, func, select
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.pool import ConnectionPoolEntry
 
 if TYPE_CHECKING:
     from core.hints import Hints
@@ -81,7 +83,9 @@ def open_engine(url: str) -> Engine:
     if url.startswith("sqlite"):
         engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS}, **_POOL)
         event.listen(engine, "connect", _prepare_sqlite)
-        event.listen(engine, "begin", _begin_sqlite)
+        turns = _Turns()
+        event.listen(engine, "begin", turns.begin)
+        event.listen(engine, "checkin", turns.end)
         return engine
     # A pre-ping costs one round trip and spares every request after the database was restarted.
     engine = create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": 5}, **_POOL)
@@ -108,7 +112,33 @@ def _prepare_sqlite(connection: Any, record: object) -> None:
         connection.execute(f"PRAGMA {pragma}")
 
 
-def _begin_sqlite(connection: Connection) -> None:
-    # A transaction that reads first and writes later can't upgrade its lock while another writes; take it at once.
-    reading = connection.get_execution_options().get("reading", False)
-    connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+class _Turns:
+    """Writers of one process take turns on SQLite.
+
+    The write lock is the file's, and who waits for that sleeps for longer and longer, and may be overtaken by anyone.
+    So only one at a time waits there; the others wait for that one, and go on at once.
+    """
+
+    def __init__(self) -> None:
+        self._turn = Lock()
+
+    def begin(self, connection: Connection) -> None:
+        # A transaction that reads first and writes later can't upgrade its lock while another writes; take it at once.
+        if connection.get_execution_options().get("reading", False):
+            connection.exec_driver_sql("BEGIN")
+            return
+        held = connection.connection.record_info
+        assert held is not None, "the pool keeps it"
+        if not held.get(_TURN):
+            # Whoever has it for so long has lost it: the file's own lock still keeps two apart.
+            held[_TURN] = self._turn.acquire(timeout=BUSY_SECONDS)
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    def end(self, connection: Any, record: ConnectionPoolEntry) -> None:
+        """As a connection goes back to the pool, which follows every transaction, however it ended."""
+        if record.record_info is not None and record.record_info.pop(_TURN, False):
+            self._turn.release()
+
+
+_TURN = "turn"
+"""Of what a connection of the pool is known to have: whether this turn is its own."""
