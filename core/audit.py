@@ -9,10 +9,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import select
+from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
 from core import paging
+from core.db import directly
 from core.models import AuditLog, new_id
 from core.paging import Page
 
@@ -40,19 +41,21 @@ def record(
 ) -> None:
     """Write down that `owner` did `action` to a thing of their project, or of `project_id`; no secret in `data`."""
     here = origin.get()
-    session.add(
-        AuditLog(
-            id=new_id("audit"),
-            project_id=project_id or owner.project_id,
-            actor_project_id=owner.project_id,
-            actor_key_id=owner.key_id,
-            action=action,
-            object_id=object_id[:255],
-            data=data,
-            request_id=here.request_id,
-            address=here.address,
-        )
-    )
+    entry = {
+        "id": new_id("audit"),
+        "project_id": project_id or owner.project_id,
+        "actor_project_id": owner.project_id,
+        "actor_key_id": owner.key_id,
+        "action": action,
+        "object_id": object_id[:255],
+        "data": data,
+        "request_id": here.request_id,
+        "address": here.address,
+    }
+    directly(session, _ENTRY, entry)
+
+
+_ENTRY = insert(AuditLog)
 
 
 def who(session: Session, action: str, object_id: str) -> Account:

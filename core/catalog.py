@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -95,21 +96,41 @@ def base_source(session: Session, job: Job) -> str | None:
 
 
 def facts(session: Session, owner: Account, name: str, *, models: Path, param: str = "model.base") -> BaseFacts:
-    """What resolving a job needs to know of its base, whose row is there afterwards."""
-    try:
-        model = known(session, owner, name, models=models)
-        # It stays until the commit: who deletes it waits, and finds the job.
-        row = select(Model.key).where(Model.key == model.key).with_for_update(read=True)
-        if model in session and session.scalar(row) is None:
-            raise NotFound(f"The model {name!r} was just deleted.")
+    """What resolving a job needs to know of its base. Only reads, and of files too, so let it hold no lock."""
+    with _blaming(param):
+        model = get(session, owner, name, models=models)
         folder = source_folder(model, models)
-        if folder is not None:
-            # Read anew: a folder may have been replaced since it was first seen.
-            model.shape = inspect(folder).model_dump(mode="json")
+        # Read anew: a folder may have been replaced since it was first seen.
+        shape = ModelShape.model_validate(model.shape) if folder is None else inspect(folder)
+    return BaseFacts(name=model.id, shape=shape)
+
+
+def keep(session: Session, owner: Account, base: BaseFacts, *, models: Path, param: str = "model.base") -> None:
+    """Let a base stay until the commit, in a row that says its shape; NotFound where it is gone."""
+    with _blaming(param):
+        model = known(session, owner, base.name, models=models)
+        if model not in session:
+            # A checkpoint, which goes with its job.
+            return
+        shape = base.shape.model_dump(mode="json")
+        is_stale = source_folder(model, models) is not None and model.shape != shape
+        # Who deletes it waits, and finds the job. Who will write locks for that at once: two that first shared the row
+        # would wait for each other.
+        row = select(Model.key).where(Model.key == model.key).with_for_update(read=not is_stale)
+        if session.scalar(row) is None:
+            raise NotFound(f"The model {base.name!r} was just deleted.")
+        if is_stale:
+            model.shape = shape
+            session.flush()
+
+
+@contextmanager
+def _blaming(param: str) -> Iterator[None]:
+    """Let the error of a model that is not there, or can't be used, name this field."""
+    try:
+        yield
     except (NotFound, InvalidModel) as error:
         raise type(error)(error.message, param=param) from error
-    session.flush()
-    return BaseFacts(name=model.id, shape=ModelShape.model_validate(model.shape))
 
 
 def register(session: Session, owner: Account, name: str, source: str | Mapping[str, str], *, models: Path) -> Model:

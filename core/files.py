@@ -18,7 +18,7 @@ from sqlalchemy import Select, bindparam, select
 from sqlalchemy.orm import Session
 
 from core import audit, inspecting, paging, quotas
-from core.db import Database, after_commit
+from core.db import Database, after_commit, directly
 from core.errors import FileTooLarge, InUse, InvalidFile, InvalidRequest, NotFound
 from core.keys import Account
 from core.models import File, Job, database_now, new_id
@@ -184,14 +184,13 @@ def get(session: Session, owner: Account, file_id: str) -> File:
 
 
 def facts(session: Session, owner: Account, file_id: str, *, param: str | None = None) -> FileFacts:
-    """What is known about a file, which stays until the commit. NotFound blames `param`, the field that named it."""
-    try:
-        file = _one(session, _KEPT, file_id, {"file": file_id, "project": owner.project_id})
-    except NotFound as error:
-        raise NotFound(error.message, param=param) from error
+    """What is known about a file. NotFound blames `param`, the field that named it."""
+    file = directly(session, _FACTS, {"file": file_id, "project": owner.project_id}).one_or_none()
+    if file is None:
+        raise _missing(file_id, param)
     report = file.report
     return FileFacts(
-        id=file.id,
+        id=file_id,
         bytes=file.bytes,
         sha256=file.sha256,
         storage_key=file.storage_key,
@@ -205,6 +204,29 @@ def facts(session: Session, owner: Account, file_id: str, *, param: str | None =
         max_id=report.get("max_id"),
         masked=report.get("masked", False),
     )
+
+
+_FACTS = select(File.bytes, File.sha256, File.storage_key, File.report).where(
+    File.id == bindparam("file"), File.project_id == bindparam("project")
+)
+
+
+def keep(session: Session, owner: Account, named: Iterable[tuple[str, str]]) -> None:
+    """Let files stay until the commit, each given with the field that names it; NotFound where one is gone."""
+    fields = {id_: param for param, id_ in named}
+    # In order, so that two who want the same files do not wait for each other.
+    kept = set(directly(session, _KEPT, {"files": sorted(fields), "project": owner.project_id}).scalars())
+    for id_, param in fields.items():
+        if id_ not in kept:
+            raise _missing(id_, param)
+
+
+_KEPT = (
+    select(File.id)
+    .where(File.id.in_(bindparam("files", expanding=True)), File.project_id == bindparam("project"))
+    .order_by(File.id)
+    .with_for_update(read=True)
+)
 
 
 def page(
@@ -290,16 +312,15 @@ def _own(owner: Account, file_id: str) -> Select[File]:
     return select(File).where(File.id == file_id, File.project_id == owner.project_id)
 
 
-_KEPT = (
-    select(File).where(File.id == bindparam("file"), File.project_id == bindparam("project")).with_for_update(read=True)
-)
-
-
-def _one(session: Session, query: Select[File], file_id: str, values: dict[str, str] | None = None) -> File:
-    file = session.scalars(query, values).one_or_none()
+def _one(session: Session, query: Select[File], file_id: str) -> File:
+    file = session.scalars(query).one_or_none()
     if file is None:
-        raise NotFound(f"There is no file {file_id!r}.", param="file_id")
+        raise _missing(file_id, "file_id")
     return file
+
+
+def _missing(file_id: str, param: str | None) -> NotFound:
+    return NotFound(f"There is no file {file_id!r}.", param=param)
 
 
 def _receive(chunks: Iterable[bytes], spool: IO[bytes], max_bytes: int) -> tuple[int, str]:

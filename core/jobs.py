@@ -6,15 +6,17 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Select, TableValuedAlias, bindparam, func, null, select, update
+from sqlalchemy import ColumnElement, Select, TableValuedAlias, bindparam, func, insert, null, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from core import audit, catalog, files, hints, history, nodes, outbox, paging, projects, quotas
-from core.db import SCHEDULING, lock
+from core.db import SCHEDULING, directly, lock
 from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound
 from core.failures import failure
 from core.files import FileFacts
@@ -46,6 +48,7 @@ def create(
     spec: JobSpec,
     *,
     settings: Settings,
+    reading: Session | None = None,
     idempotency_key: str | None = None,
     request_digest: str | None = None,
     retried: bool = False,
@@ -55,63 +58,93 @@ def create(
 
     The same `idempotency_key` within a project is the same request; without one, the same `request_digest` is, if the
     client says that it `retried`. The `prefix` of its id tells in whose words it was asked for, and nothing else.
+
+    What it needs is looked up in `reading`, and the run worked out from that, before `session` has locked anything;
+    without another session, in this one.
     """
-    if earlier := _earlier(session, owner, idempotency_key, request_digest, retried=retried):
+    looking = session if reading is None else reading
+    same = partial(_earlier, owner=owner, idempotency_key=idempotency_key, request_digest=request_digest)
+    if earlier := same(looking, retried=retried):
         return earlier
-    projects.active(session, owner, owner.project_id)
-    quotas.require_room_for_jobs(session, owner.project_id)
-    resolution = resolved(session, owner, spec, settings)
-    job = Job(
-        id=new_id(prefix),
-        project_id=owner.project_id,
-        kind=spec.kind,
-        name=spec.name,
-        labels=dict(spec.labels),
-        priority=spec.priority,
-        max_runtime=spec.max_runtime.total_seconds() if spec.max_runtime else None,
-        spec=spec.model_dump(mode="json", by_alias=True, exclude_unset=True),
-        run_config=resolution.run.model_dump(mode="json"),
-        plan=resolution.plan,
-        base_model=spec.model.base,
-        slots=resolution.slots,
-        state=S.QUEUED,
-        attempt=0,
-        queue_reason="waits for the scheduler's next look",
-        idempotency_key=idempotency_key,
-        request_digest=request_digest,
-        last_event=1,
-    )
+    needed = _needed(looking, owner, spec, settings)
+    resolution = _resolved(looking, spec, needed)
+    if reading is not None:
+        # A connection is not held while another is waited for.
+        reading.rollback()
+    if idempotency_key is None and request_digest is not None:
+        # The first try may still be on its way; what it does must be visible before the retry looks.
+        lock(session, f"create {request_digest}")
+        if retried and (earlier := same(session, retried=True)):
+            return earlier
+    quotas.require_room_for_jobs(session, projects.active(session, owner, owner.project_id))
+    _keep(session, owner, spec, needed, settings)
+    job_id = new_id(prefix)
+    values = {
+        "id": job_id,
+        "project_id": owner.project_id,
+        "kind": spec.kind,
+        "name": spec.name,
+        "labels": dict(spec.labels),
+        "priority": spec.priority,
+        "max_runtime": spec.max_runtime.total_seconds() if spec.max_runtime else None,
+        "spec": spec.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        "run_config": resolution.run.model_dump(mode="json"),
+        "plan": resolution.plan,
+        "base_model": spec.model.base,
+        "slots": resolution.slots,
+        "state": S.QUEUED,
+        "queue_reason": "waits for the scheduler's next look",
+        "idempotency_key": idempotency_key,
+        "request_digest": request_digest,
+        "last_event": 1,
+    }
     try:
         # Only a key can collide, and what it collided with is still to be read then.
         with session.begin_nested() if idempotency_key else nullcontext():
-            session.add(job)
-            session.add(_state_event(job, "queued"))
-            audit.record(session, owner, "job.created", job.id, name=job.name, kind=job.kind)
-            session.flush()
+            directly(session, _NEW, values)
     except IntegrityError:
         # Two requests with one key at once: the other was first.
-        earlier = (
-            _earlier(session, owner, idempotency_key, request_digest, retried=retried) if idempotency_key else None
-        )
-        if earlier:
+        if idempotency_key and (earlier := same(session, retried=retried)):
             return earlier
         raise
+    job = session.get_one(Job, job_id)
+    _tell(session, job, "queued")
+    audit.record(session, owner, "job.created", job_id, name=spec.name, kind=spec.kind)
     hints.nudge(session)
     return job
 
 
+_NEW = insert(Job)
+
+
+@dataclass(frozen=True)
+class _Needed:
+    """What a job starts from."""
+
+    base: BaseFacts | None
+    files: dict[str, FileFacts]
+
+
 def resolved(session: Session, owner: Account, spec: JobSpec, settings: Settings) -> Resolution:
     """The run that a job would be, with what is there now. Raises where it can't run, or needs what isn't there."""
-    base, uploads = _needed(session, owner, spec, settings)
-    return resolve(spec, base=base, files=uploads, cluster=nodes.cluster(session), now=datetime.now(UTC))
+    return _resolved(session, spec, _needed(session, owner, spec, settings))
 
 
-def _needed(
-    session: Session, owner: Account, spec: JobSpec, settings: Settings
-) -> tuple[BaseFacts | None, dict[str, FileFacts]]:
-    """What a job starts from, its files held until the commit. Raises where something is not there."""
+def _resolved(session: Session, spec: JobSpec, needed: _Needed) -> Resolution:
+    return resolve(spec, base=needed.base, files=needed.files, cluster=nodes.cluster(session), now=datetime.now(UTC))
+
+
+def _needed(session: Session, owner: Account, spec: JobSpec, settings: Settings) -> _Needed:
+    """Raises where something is not there."""
     base = catalog.facts(session, owner, spec.model.base, models=settings.models) if spec.model.base else None
-    return base, {id_: files.facts(session, owner, id_, param=param) for param, id_ in spec.files()}
+    return _Needed(base, {id_: files.facts(session, owner, id_, param=param) for param, id_ in spec.files()})
+
+
+def _keep(session: Session, owner: Account, spec: JobSpec, needed: _Needed, settings: Settings) -> None:
+    """Let it stay until the commit, after which the job does that. Raises where something is gone meanwhile."""
+    if needed.base is not None:
+        catalog.keep(session, owner, needed.base, models=settings.models)
+    files.keep(session, owner, spec.files())
 
 
 def digest(owner: Account, body: bytes) -> str:
@@ -131,11 +164,7 @@ def _earlier(
                 param="Idempotency-Key",
             )
         return job
-    if request_digest is None:
-        return None
-    # The first try may still be on its way; what it does must be visible before the retry looks.
-    lock(session, f"create {request_digest}")
-    if not retried:
+    if request_digest is None or not retried:
         return None
     return session.scalars(
         mine.where(Job.request_digest == request_digest, Job.created_at > database_now() - RETRY_WINDOW.total_seconds())
@@ -266,7 +295,8 @@ def retry(session: Session, owner: Account, job_id: str, *, settings: Settings) 
         raise InvalidMove(f"The job {_words(job.state)}; only one that failed or was cancelled can be retried{advice}.")
     projects.active(session, owner, owner.project_id)
     try:
-        _needed(session, owner, JobSpec.model_validate(job.spec), settings)
+        spec = JobSpec.model_validate(job.spec)
+        _keep(session, owner, spec, _needed(session, owner, spec, settings), settings)
     except DomainError as error:
         raise InvalidMove(
             f"The job can't be retried, for what it needs is not there any more: {error.message} Submit a new one."
@@ -423,7 +453,7 @@ def _move(
     ).one_or_none()
     if job is None:
         raise _refusal(session, job_id, to)
-    session.add(_state_event(job, message))
+    _tell(session, job, message)
     if to in TERMINAL:
         outbox.announce(session, job)
     if to not in HELD:
@@ -470,7 +500,8 @@ def _words(state: JobState) -> str:
     return {S.SUCCEEDED: "succeeded", S.FAILED: "failed"}.get(state, f"is {state}")
 
 
-def _state_event(job: Job, message: str | None) -> JobEvent:
+def _tell(session: Session, job: Job, message: str | None) -> None:
+    """Write the job's state, as its newest event, to its history."""
     data: dict[str, Any] = {"state": job.state.value}
     if job.node is not None:
         data["node"] = job.node
@@ -478,15 +509,19 @@ def _state_event(job: Job, message: str | None) -> JobEvent:
         data["error"] = job.error
     if job.result_model is not None:
         data["model"] = job.result_model
-    return JobEvent(
-        job_id=job.id,
-        seq=job.last_event,
-        attempt=job.attempt,
-        type="state",
-        level="error" if job.state is S.FAILED else "info",
-        message=message or job.state.value,
-        data=data,
-    )
+    event = {
+        "job_id": job.id,
+        "seq": job.last_event,
+        "attempt": job.attempt,
+        "type": "state",
+        "level": "error" if job.state is S.FAILED else "info",
+        "message": message or job.state.value,
+        "data": data,
+    }
+    directly(session, _EVENT, event)
+
+
+_EVENT = insert(JobEvent)
 
 
 # Holding: what a supervisor does to the job it runs

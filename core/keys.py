@@ -13,7 +13,7 @@ from sqlalchemy import Select, bindparam, or_, select, update
 from sqlalchemy.orm import Session
 
 from core import audit, paging, projects
-from core.db import lock
+from core.db import directly, lock
 from core.errors import Forbidden, InvalidKey, InvalidRequest, NotFound
 from core.models import ApiKey, Project, database_now
 from core.paging import Page
@@ -109,7 +109,7 @@ def authenticate(session: Session, bearer: str | None) -> Account:
     named = SETTINGS_KEY
     if bearer.startswith("ts_") and bearer.count("_") >= 2:
         named = f"key-{bearer.split('_', 2)[1][:56]}"
-    keys = session.execute(_OPENING, {"named": named}).all()
+    keys = directly(session, _OPENING, {"named": named}).all()
     digest = _digest(bearer)
     # Compared in constant time, each of them, so that the time tells nothing about a digest.
     matching = [key for key in keys if hmac.compare_digest(key.digest, digest)]

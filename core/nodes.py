@@ -11,6 +11,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from core import hints
+from core.db import directly
 from core.errors import NotFound
 from core.models import Node, Slot, database_now
 from core.resolve import ClusterFacts
@@ -106,7 +107,7 @@ def listing(session: Session) -> list[NodeStatus]:
 
 def cluster(session: Session) -> ClusterFacts:
     """What a job may count on. Hosts that are down for the moment count too; those that offer GPUs come first."""
-    known = session.execute(_OFFERS).all()
+    known = directly(session, _OFFERS).all()
     device = "cuda" if any(node.device == "cuda" for node in known) else "cpu"
     usable = [node for node in known if node.device == device]
     memories = [node.slot_memory_bytes for node in usable]

@@ -1,4 +1,4 @@
-"""What would become of a job if it were submitted now. It goes in by the same door, and leaves nothing behind."""
+"""What would become of a job if it were submitted now. It goes in by the same door, and only looks."""
 
 from __future__ import annotations
 
@@ -37,15 +37,12 @@ class Planned:
 
 def plan(session: Session, owner: Account, spec: JobSpec, *, settings: Settings) -> Planned:
     """What `jobs.create` would make of `spec`, and when it would start. Raises what that raises."""
-    with session.begin_nested() as undone:
-        resolution = jobs.resolved(session, owner, spec, settings)
-        used = tuple((USES.get(param, "train"), files.get(session, owner, id_)) for param, id_ in spec.files())
-        device = resolution.run.device
-        prospect = scheduler.foresee(
-            session, needs=resolution.slots, device=device, priority=spec.priority, project=owner.project_id
-        )
-        # A folder that nobody named before would have become a row.
-        undone.rollback()
+    resolution = jobs.resolved(session, owner, spec, settings)
+    used = tuple((USES.get(param, "train"), files.get(session, owner, id_)) for param, id_ in spec.files())
+    device = resolution.run.device
+    prospect = scheduler.foresee(
+        session, needs=resolution.slots, device=device, priority=spec.priority, project=owner.project_id
+    )
     return Planned(resolution, used, prospect)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import select
+from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from core import audit, hints, paging
@@ -86,17 +86,18 @@ def archive(session: Session, owner: Account, project_id: str) -> Project:
 
 def _one(session: Session, owner: Account, project_id: str, *, lock: str | None = None) -> Project:
     # In words that are the same for a project that isn't there and for one that isn't theirs.
-    query = select(Project).where(Project.id == project_id)
-    if not owner.manages_organization:
-        query = query.where(Project.id == owner.project_id)
-    if lock is not None:
-        # Whatever refers to a project may go on meanwhile.
-        query = query.with_for_update(read=lock == "share", key_share=lock == "update")
-        query = query.execution_options(populate_existing=True)
-    project = session.scalars(query).one_or_none()
+    is_theirs = project_id == owner.project_id or owner.manages_organization
+    project = session.scalars(_ONE[lock], {"project": project_id}).one_or_none() if is_theirs else None
     if project is None:
         raise NotFound(f"There is no project {project_id!r}.", param="project")
     return project
+
+
+_BY_ID = select(Project).where(Project.id == bindparam("project"))
+_ANEW = _BY_ID.execution_options(populate_existing=True)
+# Whatever refers to a project may go on meanwhile.
+_ONE = {None: _BY_ID, "share": _ANEW.with_for_update(read=True), "update": _ANEW.with_for_update(key_share=True)}
+"""By the lock that is taken."""
 
 
 def require_organization(owner: Account) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, bindparam, case, func, select
+from sqlalchemy import ColumnElement, Select, case, func, select
 from sqlalchemy.orm import Session
 
 from core.db import Database
@@ -77,23 +77,19 @@ def storage_bytes(session: Session, project_ids: Collection[str]) -> dict[str, i
     return totals
 
 
-def require_room_for_jobs(session: Session, project_id: str) -> None:
+def require_room_for_jobs(session: Session, project: Project) -> None:
     """Raise QuotaExceeded where a job could do no more than wait, or nothing that it makes would fit."""
-    project = session.execute(_LIMITS, {"project": project_id}).one()
-    if project.gpu_hours is not None and (used := gpu_hours(session, [project_id]).get(project_id, 0.0)) >= (
+    if project.gpu_hours is not None and (used := gpu_hours(session, [project.id]).get(project.id, 0.0)) >= (
         project.gpu_hours
     ):
         raise QuotaExceeded(
             f"The project has used {used:.2f} of its {project.gpu_hours:g} GPU-hours of this month. They begin anew on"
             " the 1st (UTC); an admin of the organisation can give it more."
         )
-    if project.storage_bytes is not None and storage_bytes(session, [project_id]).get(project_id, 0) >= (
+    if project.storage_bytes is not None and storage_bytes(session, [project.id]).get(project.id, 0) >= (
         project.storage_bytes
     ):
         raise _storage_full(project.storage_bytes)
-
-
-_LIMITS = select(Project.gpu_hours, Project.storage_bytes).where(Project.id == bindparam("project"))
 
 
 def storage_left(session: Session, project_id: str) -> int | None:

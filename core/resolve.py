@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from core.errors import InvalidSpec
 from core.presets import PRESETS
+from core.remembering import remembered
 from core.spec import DpoMethod, FullMethod, JobSpec, LoraAsk, LoraMethod, ModelAsk, ParallelAsk, TrainingAsk
 from engine.config import (
     FAMILIES,
@@ -69,6 +70,12 @@ OBJECTIVES: dict[Format, Objective] = {
 }
 """Of ids made by somebody else, their mask decides."""
 Method = FullMethod | LoraMethod | DpoMethod
+
+# Jobs of a sweep differ in what no size depends on.
+_estimate = remembered(memory.estimate)
+_parameters = remembered(memory.parameters)
+_adapter_parameters = remembered(memory.adapter_parameters)
+_model_flops = remembered(model_flops)
 
 
 @dataclass(frozen=True)
@@ -539,7 +546,7 @@ class _Choice:
         """`micro_batches`: of a step, of one replica."""
         asked = (parallel, micro_batch, micro_batches)
         if asked not in self._known:
-            self._known[asked] = memory.estimate(
+            self._known[asked] = _estimate(
                 self.shape,
                 seq_len=self.seq_len,
                 micro_batch=micro_batch,
@@ -701,8 +708,8 @@ def _check_memory(needs: Memory, cluster: ClusterFacts) -> None:
 
 
 def _plan(shape: ModelShape, lora: Lora | None, needs: Memory, steps: int, rows: int, run: RunConfig) -> dict[str, Any]:
-    parameters = memory.parameters(shape)
-    adapters = memory.adapter_parameters(shape, lora) if lora else None
+    parameters = _parameters(shape)
+    adapters = _adapter_parameters(shape, lora) if lora else None
     replayed = budget.replayed(run, shape)
     return {
         "parameters": parameters + (adapters or 0),
@@ -723,7 +730,7 @@ def _flops(shape: ModelShape, lora: Lora | None, run: RunConfig) -> int:
     """Of a step whose rows are one document each; packed rows need less."""
     tokens = run.training.global_batch * run.data.seq_len
     seen = min(run.data.seq_len, shape.sliding_window or run.data.seq_len)
-    return model_flops(shape, tokens=tokens, pairs=tokens * seen, lora=lora)
+    return _model_flops(shape, tokens=tokens, pairs=tokens * seen, lora=lora)
 
 
 def _disk(parameters: int, adapters: int | None, run: RunConfig) -> dict[str, int]:

@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Float, String, and_, bindparam, func, or_,
 from sqlalchemy.orm import Session
 
 from core import jobs, nodes, quotas
-from core.db import SCHEDULING, lock
+from core.db import SCHEDULING, directly, lock
 from core.errors import InvalidMove
 from core.models import Job, Slot, database_now
 from core.quotas import Allowance
@@ -178,7 +178,7 @@ def position(session: Session, job: Job) -> int | None:
     if job.state is not JobState.QUEUED:
         return None
     here = {"priority": job.priority, "created_at": job.created_at, "id": job.id}
-    return 1 + (session.scalar(_AHEAD, here) or 0)
+    return 1 + (directly(session, _AHEAD, here).scalar() or 0)
 
 
 _QUEUED = select(func.count()).where(Job.state == JobState.QUEUED)

@@ -90,6 +90,7 @@ def create(
     ask: FineTuneAsk,
     owner: SubmitterDep,
     session: SessionDep,
+    reading: ReadingDep,
     services: ServicesDep,
     idempotency_key: Annotated[
         str | None, Header(min_length=1, max_length=255, description="The same key again returns the same job.")
@@ -109,6 +110,7 @@ def create(
             owner,
             openai_jobs.spec_of(ask),
             settings=services.settings,
+            reading=reading,
             idempotency_key=idempotency_key,
             request_digest=jobs.digest(owner, ask.model_dump_json().encode()),
             retried=retries > 0,

@@ -53,6 +53,7 @@ def submit(
     spec: JobSpec,
     owner: SubmitterDep,
     session: SessionDep,
+    reading: ReadingDep,
     services: ServicesDep,
     idempotency_key: Annotated[
         str | None, Header(min_length=1, max_length=255, description="The same key again returns the same job.")
@@ -69,6 +70,7 @@ def submit(
         owner,
         spec,
         settings=services.settings,
+        reading=reading,
         idempotency_key=idempotency_key,
         request_digest=jobs.digest(owner, spec.model_dump_json().encode()),
         retried=retries > 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from api.deps import OwnerDep, ServicesDep, SessionDep
+from api.deps import OwnerDep, ReadingDep, ServicesDep
 from api.errors import errors
 from api.schemas import PlanOut
 from core import plans
@@ -15,7 +15,7 @@ router = APIRouter(prefix="/v1/plans", tags=["jobs"])
 
 
 @router.post("", responses=errors(InvalidSpec, NotFound))
-def plan(spec: JobSpec, owner: OwnerDep, session: SessionDep, services: ServicesDep) -> PlanOut:
+def plan(spec: JobSpec, owner: OwnerDep, session: ReadingDep, services: ServicesDep) -> PlanOut:
     """Plan a job without queueing it: what it would read, its layout, bytes, FLOPs and disk, and when it would start.
 
     What can't run is refused as a submit would refuse it, in the same words.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,16 +13,16 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core import events, files, jobs, keys, metrics, scheduler, webhooks
+from core import events, files, jobs, keys, metrics, plans, scheduler, webhooks
 from core.db import Database
-from core.errors import InvalidMove
+from core.errors import InvalidMove, InvalidSpec
 from core.keys import Account
-from core.models import ApiKey, Job, JobEvent, Slot, WebhookDelivery
+from core.models import ApiKey, Job, JobEvent, Model, Slot, WebhookDelivery
 from core.settings import Settings
 from core.states import JobState
 from core.storage import Storage
 from tests import make
-from tests.core.test_catalog import folder
+from tests.core.test_catalog import CONFIG, folder
 from tests.fakes.hints import Heard
 
 S = JobState
@@ -170,6 +171,54 @@ def test_jobs_that_want_a_new_base_at_once_both_get_it(database: Database, owner
     spec = make.spec(kind="finetune", model={"base": "tiny"}, method={"type": "full"}, data={"train": [make.FILE_ID]})
     made = at_once(database, *[lambda session: jobs.create(session, owner, spec, settings=settings).base_model] * 3)
     assert made == ["tiny"] * 3
+
+
+def test_jobs_that_find_a_base_replaced_at_once_both_start_from_it(
+    database: Database, owner: Account, settings: Settings
+) -> None:
+    base = folder(settings.models)
+    with database.session() as session:
+        make.file(session)
+    spec = make.spec(kind="finetune", model={"base": "tiny"}, method={"type": "full"}, data={"train": [make.FILE_ID]})
+
+    def submit(session: Session) -> int:
+        with database.reading() as reading:
+            job = jobs.create(session, owner, spec, settings=settings, reading=reading)
+        return int(job.run_config["data"]["seq_len"])
+
+    assert at_once(database, *[submit] * 2) == [64] * 2
+    for longest in (48, 32, 40):
+        (base / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": longest}))
+        # Each has read the new shape, and would share the row before it writes that, if it did not know it will.
+        assert at_once(database, *[submit] * 4) == [longest] * 4
+        with database.reading() as session:
+            assert session.scalars(select(Model)).one().shape["max_seq_len"] == longest
+
+
+def test_what_is_refused_is_refused_without_waiting_for_a_writer(
+    database: Database, owner: Account, settings: Settings
+) -> None:
+    with database.session() as session:
+        make.file(session)
+    spec = make.spec(parallel={"tensor": 3})
+    # A wait for what this thread itself holds would never end well.
+    with database.session() as writer:
+        writer.execute(select(Job).with_for_update())
+        with database.session() as session, database.reading() as reading, pytest.raises(InvalidSpec):
+            jobs.create(session, owner, spec, settings=settings, reading=reading)
+        with database.reading() as reading:
+            assert plans.plan(reading, owner, make.spec(), settings=settings).resolution.slots == 1
+
+
+def test_a_turn_to_write_is_given_back_however_a_transaction_ends(database: Database) -> None:
+    def write(session: Session) -> None:
+        make.job(session)
+        raise KeyError
+
+    assert [type(outcome) for outcome in at_once(database, *[write] * 6)] == [KeyError] * 6
+    made = at_once(database, *[lambda session: make.job(session).id] * 6)
+    with database.reading() as session:
+        assert sorted(session.scalars(select(Job.id))) == sorted(made)
 
 
 def test_processes_that_start_at_once_make_one_first_key(database: Database) -> None:
