@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable
 from math import ceil
 from typing import Annotated, Literal
 
@@ -10,8 +10,9 @@ from fastapi import Depends, Header, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy.orm import Session
 
-from api import surroundings
+from api import surroundings, trips
 from api.surroundings import MULTIPART_BYTES, Limit
+from api.trips import in_place
 from core import keys, quotas
 from core.errors import InvalidKey, TooManyRequests
 from core.keys import Account
@@ -31,24 +32,22 @@ async def get_services(request: Request) -> Services:
 ServicesDep = Annotated[Services, Depends(get_services)]
 
 
-def get_session(services: ServicesDep) -> Iterator[Session]:
-    with services.db.session() as session:
-        yield session
+def get_session(services: ServicesDep) -> Session:
+    return trips.write(services.db)
 
 
-def get_reading(services: ServicesDep) -> Iterator[Session]:
-    with services.db.reading() as session:
-        yield session
+def get_reading(services: ServicesDep) -> Session:
+    return trips.read(services.db)
 
 
-# With scope="function" the end of the block, and so the commit, comes before the response: who holds an id can read it.
-SessionDep = Annotated[Session, Depends(get_session, scope="function")]
+# A trip's end, and so the commit, comes before the response: who holds an id can read it.
+SessionDep = Annotated[Session, Depends(in_place(get_session))]
 """A transaction that may write."""
-ReadingDep = Annotated[Session, Depends(get_reading, scope="function")]
+ReadingDep = Annotated[Session, Depends(in_place(get_reading))]
 """A transaction that only reads, and waits for no writer."""
 
 
-def holding(scope: Scope, *, counted: bool = True) -> Callable[..., Account]:
+def holding(scope: Scope, *, counted: bool = True) -> Callable[..., Awaitable[Account]]:
     """Whose key it is, if it has `scope` and is of the organisation and project that the request may name.
 
     The request is `counted` against what the key may ask in a minute.
@@ -63,7 +62,7 @@ def holding(scope: Scope, *, counted: bool = True) -> Callable[..., Account]:
     ) -> Account:
         if credentials is None:
             raise InvalidKey("This route needs a key: send `Authorization: Bearer <key>`.")
-        with services.db.reading() as session:
+        with trips.reading(services.db) as session:
             found = keys.authenticate(session, credentials.credentials)
         if counted:
             count(request, services, found)
@@ -71,7 +70,7 @@ def holding(scope: Scope, *, counted: bool = True) -> Callable[..., Account]:
         found.require(scope)
         return found
 
-    return account
+    return in_place(account)
 
 
 def count(request: Request, services: Services, account: Account) -> None:
@@ -110,7 +109,7 @@ def within_storage(request: Request, owner: SubmitterDep, services: ServicesDep)
             surroundings.of(request.scope).tighten(Limit(most, quotas.storage_full(session, owner.project_id)))
 
 
-WithinStorage = Depends(within_storage)
+WithinStorage = Depends(in_place(within_storage))
 """For routes that store their body."""
 
 AfterDep = Annotated[str | None, Query(max_length=64, description="Id of the last item of the page before.")]

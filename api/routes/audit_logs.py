@@ -9,10 +9,11 @@ from fastapi import APIRouter, Depends, Query
 from api.deps import AdminDep, AfterDep, LimitDep, ReadingDep
 from api.errors import errors
 from api.schemas import AuditLogList, AuditLogOut
+from api.trips import OneTrip, in_place
 from core import audit
 from core.errors import Forbidden, NotFound
 
-router = APIRouter(prefix="/v1/audit_logs", tags=["audit"])
+router = APIRouter(prefix="/v1/audit_logs", tags=["audit"], route_class=OneTrip)
 
 Given = Annotated[str | None, Query(max_length=255)]
 Time = Annotated[float | None, Query(ge=0, le=2**53, allow_inf_nan=False, description="Unix seconds.")]
@@ -33,7 +34,7 @@ def wanted(
 def list_audit_logs(
     owner: AdminDep,
     session: ReadingDep,
-    wanted: Annotated[audit.Wanted, Depends(wanted)],
+    wanted: Annotated[audit.Wanted, Depends(in_place(wanted))],
     after: AfterDep = None,
     limit: LimitDep = 20,
 ) -> AuditLogList:

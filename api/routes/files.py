@@ -18,6 +18,7 @@ from api.deps import AfterDep, OrderDep, OwnerDep, ReadingDep, ServicesDep, Sess
 from api.errors import errors
 from api.forms import Form
 from api.schemas import DeletedOut, FileList, FileOut, PreviewOut, ReportOut
+from api.trips import OneTrip
 from core import examining, files, inspecting
 from core.errors import (
     FileTooLarge,
@@ -37,7 +38,7 @@ PATH = "/v1/files"
 EXPIRES_AFTER = ("expires_after[anchor]", "expires_after[seconds]")
 """How a form spells the object."""
 
-router = APIRouter(prefix=PATH, tags=["files"])
+router = APIRouter(prefix=PATH, tags=["files"], route_class=OneTrip)
 
 Template = Literal["base", "chatml", "plain"]
 Overlong = Literal["error", "drop", "truncate"]

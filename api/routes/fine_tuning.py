@@ -35,6 +35,7 @@ from api.openai_shapes import (
     ends,
 )
 from api.schemas import DeletedOut
+from api.trips import OneTrip, in_place
 from core import checkpoints, events, jobs, openai_jobs, result_files, scheduler, sharing
 from core.errors import (
     DomainError,
@@ -51,7 +52,7 @@ from core.models import Job
 from core.openai_spec import FineTuneAsk
 from core.paging import Order
 
-router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"])
+router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"], route_class=OneTrip)
 
 ORDERS: dict[str, Order] = {"ascending": "asc", "descending": "desc"}
 
@@ -71,7 +72,7 @@ def known_fine_tune(job_id: JobId, owner: OwnerDep, session: ReadingDep) -> str:
     return fine_tune(session, owner, job_id)
 
 
-FineTuneDep = Annotated[str, Depends(known_fine_tune)]
+FineTuneDep = Annotated[str, Depends(in_place(known_fine_tune))]
 
 
 def shown(session: Session, job: Job) -> FineTuningJobOut:

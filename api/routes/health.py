@@ -7,9 +7,10 @@ from fastapi import APIRouter, Request, Response
 from api.deps import ReadingDep, ServicesDep
 from api.measures import CONTENT_TYPE, Measures
 from api.schemas import AliveOut, ReadyOut
+from api.trips import OneTrip
 from core import health
 
-router = APIRouter(tags=["service"])
+router = APIRouter(tags=["service"], route_class=OneTrip)
 
 
 @router.get("/healthz")

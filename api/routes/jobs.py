@@ -35,13 +35,14 @@ from api.schemas import (
     MetricsOut,
 )
 from api.shown import shown, shown_all
+from api.trips import OneTrip
 from core import artifacts, checkpoints, events, joblogs, jobs, metrics
 from core.errors import Forbidden, InvalidMove, InvalidSpec, NotFound, QuotaExceeded
 from core.models import Job
 from core.spec import JobChange, JobSpec
 from core.states import TERMINAL, JobState
 
-router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"], route_class=OneTrip)
 
 JobId = Annotated[str, Path(alias="job_id", description="Id of the job.", examples=["job-4f1c09a1b2c3d4e5f6a7b8c9"])]
 
@@ -155,9 +156,10 @@ def list_events(
     return EventList(data=[EventOut.of(event) for event in page.data], has_more=page.has_more)
 
 
-def known_job(job_id: JobId, owner: ListenerDep, session: ReadingDep) -> Job:
+def known_job(job_id: JobId, owner: ListenerDep, services: ServicesDep) -> Job:
     """The job, once it is sure that the caller may know of it."""
-    return jobs.get(session, owner, job_id)
+    with services.db.reading() as session:
+        return jobs.get(session, owner, job_id)
 
 
 @router.get(

@@ -11,11 +11,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from api.deps import AdminDep, AfterDep, LimitDep, ReadingDep, SessionDep
 from api.errors import errors
 from api.schemas import KeyList, KeyOut, NewKeyOut
+from api.trips import OneTrip
 from core import keys
 from core.errors import Forbidden, NotFound
 from core.spec import duration
 
-router = APIRouter(prefix="/v1/keys", tags=["keys"])
+router = APIRouter(prefix="/v1/keys", tags=["keys"], route_class=OneTrip)
 
 KeyId = Annotated[str, Path(description="Id of the key.")]
 ProjectId = Annotated[str | None, Query(max_length=64, description="Of this project; default: your key's own.")]

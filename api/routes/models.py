@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from api.deps import OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep
 from api.errors import errors
 from api.schemas import DeletedOut, ModelList, ModelOut
+from api.trips import OneTrip
 from core import catalog
 from core.errors import Forbidden, InUse, InvalidSpec, NotFound
 
-router = APIRouter(prefix="/v1/models", tags=["models"])
+router = APIRouter(prefix="/v1/models", tags=["models"], route_class=OneTrip)
 
 
 class JobSource(BaseModel):

@@ -7,9 +7,10 @@ from fastapi import APIRouter
 from api.deps import OwnerDep, ReadingDep
 from api.errors import errors
 from api.schemas import NodeList, NodeOut
+from api.trips import OneTrip
 from core import jobs, nodes
 
-router = APIRouter(prefix="/v1/nodes", tags=["nodes"])
+router = APIRouter(prefix="/v1/nodes", tags=["nodes"], route_class=OneTrip)
 
 
 @router.get("", responses=errors())

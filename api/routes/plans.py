@@ -7,11 +7,12 @@ from fastapi import APIRouter
 from api.deps import OwnerDep, ReadingDep, ServicesDep
 from api.errors import errors
 from api.schemas import PlanOut
+from api.trips import OneTrip
 from core import plans
 from core.errors import InvalidSpec, NotFound
 from core.spec import JobSpec
 
-router = APIRouter(prefix="/v1/plans", tags=["jobs"])
+router = APIRouter(prefix="/v1/plans", tags=["jobs"], route_class=OneTrip)
 
 
 @router.post("", responses=errors(InvalidSpec, NotFound))

@@ -11,11 +11,12 @@ from sqlalchemy.orm import Session
 from api.deps import AdminDep, AfterDep, LimitDep, OwnerDep, ReadingDep, SessionDep
 from api.errors import errors
 from api.schemas import ProjectList, ProjectOut
+from api.trips import OneTrip
 from core import jobs, projects, quotas
 from core.errors import Forbidden, InvalidMove, NotFound
 from core.models import Project
 
-router = APIRouter(prefix="/v1/projects", tags=["projects"])
+router = APIRouter(prefix="/v1/projects", tags=["projects"], route_class=OneTrip)
 
 ProjectId = Annotated[str, Path(description="Id of the project.", examples=["proj-4f1c09a1b2c3d4e5f6a7b8c9"])]
 ProjectName = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f]+$")]

@@ -16,6 +16,7 @@ from api.deps import AfterDep, OrderDep, OwnerDep, ReadingDep, ServicesDep, Sess
 from api.errors import errors
 from api.forms import Form
 from api.schemas import UploadOut, UploadPartList, UploadPartOut
+from api.trips import OneTrip
 from core import files, uploads
 from core.errors import FileTooLarge, Forbidden, InvalidFile, InvalidMove, NotFound, QuotaExceeded, Unavailable
 from core.keys import Account
@@ -24,7 +25,7 @@ from core.services import Services
 
 PATH = "/v1/uploads"
 
-router = APIRouter(prefix=PATH, tags=["uploads"])
+router = APIRouter(prefix=PATH, tags=["uploads"], route_class=OneTrip)
 
 UploadId = Annotated[str, Path(description="Id of the upload.", examples=["upload-4f1c09a1b2c3d4e5f6a7b8c9"])]
 

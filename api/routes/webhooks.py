@@ -22,6 +22,7 @@ from api.schemas import (
     WebhookEndpointWithSecretOut,
     WebhookTestOut,
 )
+from api.trips import OneTrip
 from api.turns import Turns
 from core import outbox, posting, webhooks
 from core.errors import Forbidden, NotFound, Unavailable, Undelivered
@@ -29,7 +30,7 @@ from core.keys import Account
 from core.models import new_id
 from core.services import Services
 
-router = APIRouter(prefix="/v1", tags=["webhooks"])
+router = APIRouter(prefix="/v1", tags=["webhooks"], route_class=OneTrip)
 
 EndpointId = Annotated[str, Path(description="Id of the webhook endpoint.", examples=["whe-4f1c09a1b2c3d4e5f6a7b8c9"])]
 EventTypes = Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=64)]

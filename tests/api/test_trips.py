@@ -1,0 +1,135 @@
+"""A request's work is one trip to a thread: one thread, one session to read by, and a commit before the answer."""
+
+import asyncio
+import threading
+from collections.abc import Generator
+from types import coroutine
+from typing import Annotated
+
+import httpx
+import pytest
+from fastapi import APIRouter, Depends, FastAPI, Request
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api import trips
+from api.trips import OneTrip, in_place
+from core.db import Database
+from core.models import Project
+from tests import make
+
+
+def asked(router: APIRouter, method: str, path: str, **options: object) -> httpx.Response:
+    """What an application of these routes answers."""
+    app = FastAPI()
+    app.include_router(router)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **options)  # type: ignore[arg-type]
+
+    return asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+def test_all_that_a_plain_endpoint_depends_on_runs_in_its_thread() -> None:
+    router, seen = APIRouter(route_class=OneTrip), []
+
+    def first() -> None:
+        seen.append(threading.get_ident())
+
+    def second(_: Annotated[None, Depends(in_place(first))]) -> None:
+        seen.append(threading.get_ident())
+
+    @router.post("/")
+    def endpoint(body: dict[str, int], _: Annotated[None, Depends(in_place(second))]) -> dict[str, int]:
+        """Double it."""
+        seen.append(threading.get_ident())
+        return {name: 2 * value for name, value in body.items()}
+
+    answer = asked(router, "POST", "/", json={"a": 2})
+    assert answer.json() == {"a": 4}
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
+    assert threading.get_ident() not in seen
+
+
+def test_the_event_loop_waits_in_no_dependency_of_a_coroutine() -> None:
+    router, seen = APIRouter(route_class=OneTrip), []
+
+    @router.get("/")
+    async def endpoint(_: Annotated[None, Depends(in_place(lambda: seen.append(threading.get_ident())))]) -> None:
+        """Nothing."""
+
+    assert asked(router, "GET", "/").status_code == 200
+    assert threading.get_ident() not in seen
+
+
+def test_a_request_reads_by_one_session_and_writes_by_another_that_commits_before_the_answer(
+    database: Database,
+) -> None:
+    router, sessions = APIRouter(route_class=OneTrip), []
+
+    def look() -> Session:
+        with trips.reading(database) as session:
+            session.scalars(select(Project.id)).all()
+            sessions.append(session)
+            return session
+
+    @router.post("/{name}")
+    def endpoint(
+        name: str,
+        looked: Annotated[Session, Depends(in_place(look))],
+        session: Annotated[Session, Depends(in_place(lambda: trips.write(database)))],
+        reading: Annotated[Session, Depends(in_place(lambda: trips.read(database)))],
+    ) -> str:
+        """Make a project."""
+        # What was read was let go of, so that no connection is held while another is waited for.
+        assert (looked.in_transaction(), reading is looked) == (False, True)
+        make.project(session, name)
+        if name == "proj-bad":
+            raise KeyError(name)
+        return name
+
+    assert asked(router, "POST", "/proj-good").json() == "proj-good"
+    with pytest.raises(KeyError):
+        asked(router, "POST", "/proj-bad")
+    with database.reading() as session:
+        assert "proj-good" in (names := session.scalars(select(Project.id)).all())
+        assert "proj-bad" not in names
+
+
+def test_a_session_is_refused_where_nothing_would_close_it(database: Database) -> None:
+    with pytest.raises(AssertionError, match="stay open"):
+        trips.read(database)
+    with pytest.raises(AssertionError, match="stay open"):
+        trips.write(database)
+
+
+def test_a_dependency_that_would_have_to_be_waited_for_is_an_error_and_not_a_request_that_hangs() -> None:
+    router = APIRouter(route_class=OneTrip)
+
+    @coroutine
+    def pause() -> Generator[None]:
+        yield
+
+    async def slow() -> None:
+        await pause()
+
+    @router.get("/")
+    def endpoint(_: Annotated[None, Depends(slow)]) -> None:
+        """Nothing."""
+
+    with pytest.raises(RuntimeError, match="a coroutine that waits"):
+        asked(router, "GET", "/")
+
+
+def test_a_plain_endpoint_may_ask_for_the_request() -> None:
+    router = APIRouter(route_class=OneTrip)
+
+    @router.get("/{name}")
+    def endpoint(request: Request) -> str:
+        """Say the path."""
+        return request.url.path
+
+    assert asked(router, "GET", "/there").json() == "/there"
