@@ -14,16 +14,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
 import httpx
+import psutil
 
+from benchmarks.postgresql import postgresql
 from benchmarks.train_speed import RESULTS, ROOT, machine
 from core import broker, keys, schema
 from core.db import Database
@@ -54,9 +56,13 @@ class Side:
     port: int
     body: bytes
     key: str | None = None
+    process: psutil.Process | None = None
+    """The server's; None where nobody asks what it takes."""
     ids: list[str] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """By kind of request: of each turn."""
+    cpu: dict[str, list[float]] = field(default_factory=dict)
+    """By kind of request: CPU seconds of the server in each turn."""
     latencies: dict[str, list[float]] = field(default_factory=dict)
     """By kind of request: of each request, in seconds."""
 
@@ -77,12 +83,25 @@ class Side:
             else self.request("GET", f"/v1/jobs/{ids[index % len(ids)]}")
             for index in range(number)
         ]
-        started = perf_counter()
+        began, started = self.cpu_seconds(), perf_counter()
         answers = asyncio.run(asyncio.wait_for(ask(self.port, requests), PATIENCE_SECONDS))
         self.seconds.setdefault(kind, []).append(perf_counter() - started)
+        self.cpu.setdefault(kind, []).append(self.cpu_seconds() - began)
         self.latencies.setdefault(kind, []).extend(seconds for _, seconds in answers)
         if kind == "create":
             self.ids += [json.loads(body)["id"] for body, _ in answers]
+
+    def get(self, path: str) -> bytes:
+        """What it answers to one request."""
+        [(body, _)] = asyncio.run(asyncio.wait_for(ask(self.port, [self.request("GET", path)]), PATIENCE_SECONDS))
+        return body
+
+    def cpu_seconds(self) -> float:
+        """What the server has taken so far, all its threads."""
+        if self.process is None:
+            return 0.0
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
 
 
 async def ask(port: int, requests: list[bytes]) -> list[tuple[bytes, float]]:
@@ -117,14 +136,16 @@ def process(*command: str, environment: dict[str, str], **options: Any) -> Itera
             running.terminate()
 
 
-@contextmanager
-def ours(folder: Path, url: str | None) -> Iterator[Side]:
-    """The API as it is served, without a worker."""
+def settings_of(folder: Path, url: str | None = None) -> Settings:
+    """Those of the API; without a URL its database is SQLite in the folder."""
     # The limit of a key's rate is looked at for each request all the same.
-    folder.mkdir()
-    settings = Settings(
-        data_dir=folder, admin_key=KEY, database_url=url, requests_per_minute=10**9, log_level="WARNING"
-    )
+    return Settings(data_dir=folder, admin_key=KEY, database_url=url, requests_per_minute=10**9, log_level="WARNING")
+
+
+@contextmanager
+def ours(settings: Settings) -> Iterator[Side]:
+    """The API as it is served, without a worker."""
+    settings.data_dir.mkdir()
     schema.upgrade(settings.database)
     database = Database(settings.database)
     with database.session() as session:
@@ -134,7 +155,10 @@ def ours(folder: Path, url: str | None) -> Iterator[Side]:
     port = listening.getsockname()[1]
     environment = dict(os.environ) | settings.environment()
     command = ("api.server", "--fd", str(listening.fileno()))
-    with broker.running(settings), process(*command, environment=environment, pass_fds=[listening.fileno()]):
+    with (
+        broker.running(settings),
+        process(*command, environment=environment, pass_fds=[listening.fileno()]) as running,
+    ):
         listening.close()
         client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"authorization": f"Bearer {KEY}"})
         with client:
@@ -142,7 +166,7 @@ def ours(folder: Path, url: str | None) -> Iterator[Side]:
             answer = client.post("/v1/files", data={"purpose": "pretrain"}, files=text, timeout=PATIENCE_SECONDS)
             answer.raise_for_status()
         spec = SPEC | {"data": {"train": [answer.json()["id"]], "seq_len": 64}}
-        yield Side("trainshed", port, json.dumps(spec).encode(), KEY)
+        yield Side("trainshed", port, json.dumps(spec).encode(), KEY, psutil.Process(running.pid))
 
 
 @contextmanager
@@ -151,7 +175,8 @@ def bare(database: str, body: bytes) -> Iterator[Side]:
     environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
     with process("benchmarks.bare_route", database, environment=environment, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
-        yield Side("bare route", json.loads(running.stdout.readline())["port"], body)
+        port = json.loads(running.stdout.readline())["port"]
+        yield Side("bare route", port, body, process=psutil.Process(running.pid))
 
 
 def measure(rounds: int, requests: int, *, databases: Callable[[str], str | None] = lambda name: None) -> list[Side]:
@@ -162,13 +187,15 @@ def measure(rounds: int, requests: int, *, databases: Callable[[str], str | None
     with tempfile.TemporaryDirectory(prefix="api-speed-") as name:
         folder = Path(name)
         peers_database = databases("bare") or f"sqlite:///{folder / 'bare.db'}"
-        with ours(folder / "shed", databases("ours")) as us, bare(peers_database, us.body) as peer:
+        settings = settings_of(folder / "shed", databases("ours"))
+        with ours(settings) as us, bare(peers_database, us.body) as peer:
             for number in range(rounds + 1):
                 for kind in ("create", "read"):
                     for side in (us, peer)[:: -1 if number % 2 else 1]:
                         side.turn(kind, requests)
     for side in (us, peer):
         side.seconds = {kind: turns[1:] for kind, turns in side.seconds.items()}
+        side.cpu = {kind: turns[1:] for kind, turns in side.cpu.items()}
         side.latencies = {kind: each[requests:] for kind, each in side.latencies.items()}
     return [us, peer]
 
@@ -180,14 +207,30 @@ def table(us: Side, peer: Side, requests: int) -> str:
         "|---|---|---|---|---|",
     ]
     for kind, turns in us.seconds.items():
-        ratios = [theirs / our for our, theirs in zip(turns, peer.seconds[kind], strict=True)]
-        low, middle, high = quantiles(ratios, n=4)
         p99 = [1e3 * quantiles(side.latencies[kind], n=100)[98] for side in (us, peer)]
         lines.append(
-            f"| {kind} | {requests / median(turns):.0f} | {middle:.2f} ({low:.2f} to {high:.2f}) "
+            f"| {kind} | {requests / median(turns):.0f} | {ratio(turns, peer.seconds[kind])} "
             f"| {p99[0]:.0f} | {p99[1]:.0f} |"
         )
     return "\n".join(lines)
+
+
+def cpu_table(us: Side, peer: Side, requests: int) -> str:
+    """What the servers take of the processor, which tells more where others work on the same machine."""
+    lines = [
+        "| request | CPU of one, ms | the bare route's | its share of ours (quartiles) |",
+        "|---|---|---|---|",
+    ]
+    for kind, turns in us.cpu.items():
+        each = [1e3 * median(side.cpu[kind]) / requests for side in (us, peer)]
+        lines.append(f"| {kind} | {each[0]:.2f} | {each[1]:.2f} | {ratio(turns, peer.cpu[kind])} |")
+    return "\n".join(lines)
+
+
+def ratio(turns: Sequence[float], peers: Sequence[float]) -> str:
+    """What the peer took for each turn of ours, by the turn: the median, and the quartiles."""
+    low, middle, high = quantiles([theirs / our for our, theirs in zip(turns, peers, strict=True)], n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def main() -> None:
@@ -196,11 +239,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="turns that each has after its first; at least 2")
     parser.add_argument("--requests", type=int, default=REQUESTS, help="of a turn")
     parser.add_argument("--out", type=Path, default=RESULTS / "api_speed.json", help="file to write")
+    parser.add_argument("--postgresql", action="store_true", help="both on a PostgreSQL of its own, not on SQLite")
     asked = parser.parse_args()
-    us, peer = measure(asked.rounds, asked.requests)
-    print(table(us, peer, asked.requests))  # noqa: T201
-    measured = {"machine": machine(), "connections": CONNECTIONS, "requests": asked.requests}
-    sides = {side.name: {"seconds": asdict(side)["seconds"]} for side in (us, peer)}
+    with postgresql() if asked.postgresql else nullcontext(lambda name: None) as databases:
+        us, peer = measure(asked.rounds, asked.requests, databases=databases)
+    print(table(us, peer, asked.requests), cpu_table(us, peer, asked.requests), sep="\n\n")  # noqa: T201
+    kind = "PostgreSQL" if asked.postgresql else "SQLite"
+    measured = {"machine": machine(), "database": kind, "connections": CONNECTIONS, "requests": asked.requests}
+    sides = {side.name: {"seconds": side.seconds, "cpu": side.cpu} for side in (us, peer)}
     asked.out.write_text(json.dumps(measured | sides, indent=1) + "\n")
 
 

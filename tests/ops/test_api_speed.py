@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.api_speed import Side, measure, table
+from benchmarks.api_speed import Side, cpu_table, measure, table
 
 
 def test_both_servers_make_and_show_as_many_things_in_turns() -> None:
@@ -13,6 +13,7 @@ def test_both_servers_make_and_show_as_many_things_in_turns() -> None:
         # Those of the first turn are no part of the result, but they were made.
         assert len(set(side.ids)) == 24
     assert len(table(us, peer, requests=8).splitlines()) == 4
+    assert len(cpu_table(us, peer, requests=8).splitlines()) == 4
 
 
 def test_a_round_is_compared_with_itself() -> None:
