@@ -12,6 +12,7 @@ from core import openai_jobs
 from core.models import Checkpoint, CheckpointPermission, Job, JobEvent
 from core.openai_jobs import Status
 from core.projects import ORGANIZATION
+from core.scheduler import Prospect
 from core.states import JobState
 
 
@@ -91,7 +92,7 @@ class FineTuningJobOut(Out):
     """What was asked, as `POST /v1/jobs` takes it. `GET /v1/jobs/{id}` tells everything."""
 
     @classmethod
-    def of(cls, job: Job, *, now: float, result_file: str | None, position: int | None = None) -> Self:
+    def of(cls, job: Job, *, now: float, result_file: str | None, prospect: Prospect | None = None) -> Self:
         succeeded = job.state is JobState.SUCCEEDED
         failure = openai_jobs.error(job)
         files = openai_jobs.training_files(job)
@@ -120,7 +121,7 @@ class FineTuningJobOut(Out):
             training_files=files,
             priority=job.priority,
             progress=ProgressOut.model_validate(job.progress),
-            queue=QueueOut(position=position, reason=job.queue_reason),
+            queue=QueueOut.of(prospect, reason=job.queue_reason),
             spec=job.spec,
         )
 

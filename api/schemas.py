@@ -28,6 +28,7 @@ from core.nodes import NodeStatus
 from core.plans import Planned
 from core.projects import ORGANIZATION
 from core.quotas import Usage
+from core.scheduler import Prospect
 from core.states import JobState
 
 
@@ -292,6 +293,13 @@ class QueueOut(Out):
     reason: str | None = None
     """Why it isn't running yet."""
     estimated_start: int | None = None
+    """When it will start, if what runs ends when it says or must, and nobody comes before it; null: nobody knows."""
+
+    @classmethod
+    def of(cls, prospect: Prospect | None, *, reason: str | None) -> Self:
+        if prospect is None:
+            return cls(reason=reason)
+        return cls(position=prospect.position, reason=reason, estimated_start=whole(prospect.estimated_start))
 
 
 class JobErrorOut(Out):
@@ -352,7 +360,7 @@ class JobOut(Out):
     artifacts: list[ArtifactOut]
 
     @classmethod
-    def of(cls, job: Job, *, artifacts: Sequence[Artifact] = (), position: int | None = None) -> Self:
+    def of(cls, job: Job, *, artifacts: Sequence[Artifact] = (), prospect: Prospect | None = None) -> Self:
         return cls(
             id=job.id,
             kind=job.kind,
@@ -370,7 +378,7 @@ class JobOut(Out):
             node=job.node,
             plan=job.plan,
             progress=ProgressOut.model_validate(job.progress),
-            queue=QueueOut(position=position, reason=job.queue_reason),
+            queue=QueueOut.of(prospect, reason=job.queue_reason),
             error=JobErrorOut.model_validate(job.error) if job.error else None,
             model=job.result_model,
             artifacts=[ArtifactOut.of(artifact) for artifact in artifacts],
@@ -474,7 +482,7 @@ class PlanOut(Out):
                 result_bytes=plan["result_bytes"],
                 total_bytes=plan["disk_bytes"],
             ),
-            queue=QueueOut(position=planned.prospect.position, reason=planned.prospect.reason),
+            queue=QueueOut.of(planned.prospect, reason=planned.prospect.reason),
             data=[
                 PlannedFileOut(id=file.id, use=use, filename=file.filename, bytes=file.bytes, report=file.report)
                 for use, file in planned.files

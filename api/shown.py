@@ -15,7 +15,7 @@ def shown(session: Session, job: Job) -> JobOut:
     """One job, whole."""
     # What was never started has left nothing behind.
     found = artifacts.of_job(session, job.id) if job.attempt else ()
-    return JobOut.of(job, artifacts=found, position=scheduler.position(session, job))
+    return JobOut.of(job, artifacts=found, prospect=scheduler.prospect(session, job))
 
 
 def shown_all(session: Session, jobs: Sequence[Job]) -> list[JobOut]:

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from core import nodes, schema
 from core.models import Job, Node, Slot, database_now
-from core.scheduler import NO_WORKER
+from core.placing import NO_WORKER
 from core.services import Services
 from core.states import JobState
 

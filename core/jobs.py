@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Select, TableValuedAlias, bindparam, func, insert, null, select, update
+from sqlalchemy import ColumnElement, Select, TableValuedAlias, bindparam, delete, func, insert, null, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
@@ -21,12 +21,12 @@ from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound
 from core.failures import failure
 from core.files import FileFacts
 from core.keys import Account
-from core.models import Holding, Job, JobEvent, Node, Project, Slot, database_now, new_id
+from core.models import Holding, Job, JobEvent, Node, Project, QueuePlace, Slot, database_now, new_id
 from core.paging import Page
 from core.resolve import BaseFacts, Resolution, resolve
 from core.settings import Settings
 from core.spec import MOST_LABELS, JobChange, JobSpec
-from core.states import HELD, RETRIABLE, TERMINAL, UNDER_WAY, JobState, sources
+from core.states import HELD, MOVES, RETRIABLE, TERMINAL, UNDER_WAY, JobState, sources
 from engine.events import ErrorCode, Event, Started
 
 S = JobState
@@ -316,6 +316,9 @@ def change(session: Session, owner: Account, job_id: str, wish: JobChange) -> Jo
         return job
     for field in before:
         setattr(job, field, wished[field])
+    if "priority" in before:
+        # Until the scheduler looks again, its place is what priority and age make it.
+        directly(session, _LEAVE_LINE, {"job": job_id})
     history.add(
         session,
         job,
@@ -454,6 +457,8 @@ def _move(
     if job is None:
         raise _refusal(session, job_id, to)
     _tell(session, job, message)
+    if to in _AFTER_QUEUED:
+        directly(session, _LEAVE_LINE, {"job": job_id})
     if to in TERMINAL:
         outbox.announce(session, job)
     if to not in HELD:
@@ -464,6 +469,10 @@ def _move(
     session.flush()
     hints.ring(session, job_id)
     return job
+
+
+_AFTER_QUEUED = MOVES[S.QUEUED]
+_LEAVE_LINE = delete(QueuePlace).where(QueuePlace.job_id == bindparam("job"))
 
 
 def _implied(to: JobState) -> dict[str, Any]:

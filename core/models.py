@@ -241,6 +241,8 @@ class Job(Base):
     """Attempts lost in a row, to a crash or a dead host, without a new checkpoint between."""
     retry_at: Mapped[float | None]
     """Not scheduled before this time, after a loss."""
+    queued_at: Mapped[float | None]
+    """Since when it waits, where it gave an earlier place in line up; None: since it was made."""
     queue_reason: Mapped[str | None] = mapped_column(Text)
     """Why it is not running yet, in words."""
     error: Mapped[dict[str, Any] | None] = mapped_column(JsonColumn)
@@ -413,11 +415,26 @@ class Slot(Base):
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id", ondelete="SET NULL"), index=True)
 
 
+class QueuePlace(Base):
+    """Where a queued job stands in line, as of the scheduler's last look. Gone once it waits no more."""
+
+    __tablename__ = "queue_places"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    number: Mapped[float] = mapped_column(index=True)
+    """Rises along the line; nothing else of it means anything."""
+    estimated_start: Mapped[float | None]
+    """None where nobody knows."""
+
+
 class Holding(Base):
     """Slots that a job held, from when it was placed until it gave them back: what GPU-hours are counted from."""
 
     __tablename__ = "holdings"
-    __table_args__ = (Index("holdings_by_project", "project_id", "ended_at"),)
+    __table_args__ = (
+        Index("holdings_by_project", "project_id", "ended_at"),
+        Index("holdings_uncounted", "id", **_where("NOT counted")),
+    )
 
     id: Mapped[str] = mapped_column(Id, primary_key=True, default=lambda: new_id("hold"))
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
@@ -426,6 +443,19 @@ class Holding(Base):
     started_at: Mapped[float]
     ended_at: Mapped[float | None]
     """None while they are held."""
+    counted: Mapped[bool] = mapped_column(default=False)
+    """Whether it has ended and is in its project's `Share`."""
+
+
+class Share(Base):
+    """What a project had of the slots, faded by its age: the order of the line goes by it. The scheduler's alone."""
+
+    __tablename__ = "shares"
+
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id", ondelete="CASCADE"), primary_key=True)
+    usage: Mapped[float]
+    """Slot-seconds of holdings that were counted."""
+    as_of: Mapped[float]
 
 
 class WebhookEndpoint(Base):

@@ -41,7 +41,13 @@ def plan(session: Session, owner: Account, spec: JobSpec, *, settings: Settings)
     used = tuple((USES.get(param, "train"), files.get(session, owner, id_)) for param, id_ in spec.files())
     device = resolution.run.device
     prospect = scheduler.foresee(
-        session, needs=resolution.slots, device=device, priority=spec.priority, project=owner.project_id
+        session,
+        needs=resolution.slots,
+        device=device,
+        priority=spec.priority,
+        project=owner.project_id,
+        runtime=spec.max_runtime.total_seconds() if spec.max_runtime else None,
+        half_life=settings.fair_share_half_life,
     )
     return Planned(resolution, used, prospect)
 

@@ -43,6 +43,11 @@ class Allowance:
     at_once: int | None = None
     """How many jobs it may run at once."""
 
+    @property
+    def is_used_up(self) -> bool:
+        """Whether nothing more may start."""
+        return self.hours_spent is not None or (self.jobs is not None and self.jobs <= 0)
+
 
 def usage(session: Session, project_ids: Collection[str]) -> dict[str, Usage]:
     """What each of these projects uses."""

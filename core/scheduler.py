@@ -1,166 +1,105 @@
-"""Who runs next, and where: a pure decision, and one transaction that carries it out.
+"""The scheduler's look at the rows: who starts now, why the others wait, where in line, and until when.
 
-Higher priority first, then age. The first waiting job that can't start now, though some node is large enough for it,
-reserves the node where most is free: later jobs may use the others only. So a large job waits for the jobs that run
-there already and for none that came after it. Everything behind it that fits elsewhere starts at once.
+What is decided is `placing`'s business, in the order of `line`; here it is read and written, in one transaction under
+one lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import inf
+from typing import Any
 
-from sqlalchemy import ColumnElement, Float, String, and_, bindparam, func, or_, select, tuple_, update
+from sqlalchemy import Float, String, bindparam, delete, func, or_, select, tuple_, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from core import jobs, nodes, quotas
+from core import forecast, jobs, nodes, quotas, shares
 from core.db import SCHEDULING, directly, lock
 from core.errors import InvalidMove
-from core.models import Job, Slot, database_now
+from core.forecast import MOST_FORESEEN, Running
+from core.line import ordered
+from core.models import Holding, Job, QueuePlace, Slot, database_now
+from core.numbering import renumbered
+from core.placing import Decision, Held, Host, Placement, Waiting, decide, suits
 from core.quotas import Allowance
+from core.shares import Standing
 from core.states import JobState
 
 CLAIM_WITHIN = timedelta(seconds=60)
 """How long a placed job may stay without a supervisor before it is taken back."""
-
-_UNLIMITED = Allowance()
-NO_WORKER = "no worker is online: start one with `trainshed serve` or `trainshed worker`"
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A job and the slots it is given."""
-
-    job_id: str
-    node: str
-    slots: tuple[int, ...]
+DEPTH = 500
+"""Jobs at the front of the line that a usual look takes in; `workers.upkeep` looks at everyone now and then."""
+HALF_LIFE = timedelta(days=1)
+"""After which a project's use of slots counts half as much, where nothing else is set."""
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """A queued job, as far as placing it goes."""
+class View:
+    """What a decision is based on."""
 
-    job_id: str
-    needs: int
-    device: str = "cpu"
-    """What its run was made for: `cuda` needs GPUs, `cpu` runs anywhere."""
-    project: str = ""
-    """Whose it is, and whose quotas hold for it."""
+    now: float
+    """By the database's clock."""
+    line: list[Waiting]
+    """Those that are queued, in order; some of them not ready yet."""
+    hosts: list[Host]
+    running: list[Running]
+    standings: Mapping[str, Standing]
+    allowances: Mapping[str, Allowance]
+    half_life: float
 
+    def with_line(self, waiting: Iterable[Waiting]) -> View:
+        """The same with these in line."""
+        slots = sum(host.num_slots for host in self.hosts)
+        line = ordered(waiting, self.standings, now=self.now, slots=slots, patience=self.half_life)
+        return replace(self, line=line)
 
-@dataclass(frozen=True)
-class Host:
-    """A node that takes jobs."""
+    @property
+    def ready(self) -> list[Waiting]:
+        return [job for job in self.line if job.ready_at <= self.now]
 
-    name: str
-    device: str
-    num_slots: int
-    free: tuple[int, ...]
-    """Indices of its free slots, in order."""
-
-
-@dataclass
-class Decision:
-    """What starts now, and why the rest doesn't."""
-
-    placements: list[Placement] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
-
-
-def decide(
-    waiting: Sequence[Waiting], hosts: Sequence[Host], allowances: Mapping[str, Allowance] | None = None
-) -> Decision:
-    """Place what can be placed, in the order given. What its project's quotas keep back keeps nobody else waiting."""
-    decision = Decision()
-    allowed_by = dict(allowances or {})
-    free = {host.name: list(host.free) for host in hosts}
-    reserved: str | None = None
-    for job in waiting:
-        allowance = allowed_by.get(job.project, _UNLIMITED)
-        if why := _kept_back(allowance):
-            decision.reasons[job.job_id] = why
-            continue
-        able = [host for host in hosts if _suits(host, job) and host.num_slots >= job.needs]
-        allowed = [host for host in able if host.name != reserved]
-        if host := _best([host for host in allowed if len(free[host.name]) >= job.needs], job, free):
-            slots = tuple(free[host.name][: job.needs])
-            del free[host.name][: job.needs]
-            decision.placements.append(Placement(job.job_id, host.name, slots))
-            if allowance.jobs is not None:
-                allowed_by[job.project] = replace(allowance, jobs=allowance.jobs - 1)
-            continue
-        decision.reasons[job.job_id] = _reason(job, hosts, able, allowed, free, reserved)
-        if able and reserved is None:
-            reserved = max(able, key=lambda host: (len(free[host.name]), host.name)).name
-    return decision
+    def starts(self) -> dict[str, float]:
+        """When each of those at the front will start, as far as that can be known."""
+        return forecast.starts(
+            self.line,
+            self.hosts,
+            now=self.now,
+            running=self.running,
+            standings=self.standings,
+            allowances=self.allowances,
+            half_life=self.half_life,
+        )
 
 
-def _kept_back(allowance: Allowance) -> str | None:
-    """Why nothing more of this project may start now."""
-    if allowance.hours_spent is not None:
-        return f"the project has used its {allowance.hours_spent:g} GPU-hours of this month"
-    if allowance.jobs is not None and allowance.jobs <= 0:
-        return f"the project runs as many jobs at once as it may, {allowance.at_once}"
-    return None
+def tick(
+    session: Session,
+    *,
+    claim_within: timedelta = CLAIM_WITHIN,
+    half_life: timedelta = HALF_LIFE,
+    depth: int | None = DEPTH,
+) -> list[Placement]:
+    """Give free slots to queued jobs, tell their nodes after the commit, and write down where and why the rest waits.
 
-
-def _suits(host: Host, job: Waiting) -> bool:
-    return host.device == job.device or job.device == "cpu"
-
-
-def _best(hosts: Sequence[Host], job: Waiting, free: dict[str, list[int]]) -> Host | None:
-    """The kind of host that the job was made for; then the tightest fit, so that large gaps stay for large jobs."""
-    return min(hosts, key=lambda host: (host.device != job.device, len(free[host.name]), host.name), default=None)
-
-
-def _reason(
-    job: Waiting,
-    hosts: Sequence[Host],
-    able: Sequence[Host],
-    allowed: Sequence[Host],
-    free: dict[str, list[int]],
-    reserved: str | None,
-) -> str:
-    """In words, for whoever owns the job: other jobs may be somebody else's, so none is named."""
-    if not hosts:
-        return NO_WORKER
-    unit = "GPU" if job.device == "cuda" else "slot"
-    needs = f"needs {job.needs} {unit}{'' if job.needs == 1 else 's'}"
-    if not able:
-        largest = max((host.num_slots for host in hosts if _suits(host, job)), default=0)
-        return f"{needs}; the largest node that is online has {largest}"
-    most = max((len(free[host.name]) for host in allowed), default=0)
-    if reserved in {host.name for host in able} and len(free[reserved]) >= job.needs:
-        return f"{needs}; {most} {_are(most)} free, and {reserved} is kept for a larger job, which is next"
-    return f"{needs}, {most} {_are(most)} free"
-
-
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
-
-
-def tick(session: Session, *, claim_within: timedelta = CLAIM_WITHIN) -> list[Placement]:
-    """Give free slots to queued jobs, tell their nodes after the commit, and write down why the rest waits."""
+    `depth`: so many from the front of the line are looked at, beside those that are new in it; None: everyone.
+    """
     lock(session, SCHEDULING)
-    device = Job.run_config["device"].as_string()
-    queued = session.execute(
-        select(Job.id, Job.slots, device, Job.project_id, Job.queue_reason).where(_ready()).order_by(*_ORDER)
-    ).all()
+    base = _base(session, half_life, counting=True)
+    queued = _queued(session, base, depth)
     if not queued:
         return []
-    waiting = [Waiting(job_id, needs, device, project) for job_id, needs, device, project, _ in queued]
-    decision = decide(waiting, _hosts(session), quotas.allowances(session))
+    view = base.with_line(map(_waiting, queued))
+    decision = decide(view.ready, view.hosts, view.allowances, now=view.now)
     placed = [placement for placement in decision.placements if _place(session, placement, claim_within)]
-    changed = [
-        {"job": job_id, "reason": decision.reasons[job_id]}
-        for job_id, _, _, _, reason in queued
-        if job_id in decision.reasons and decision.reasons[job_id] != reason
-    ]
-    if changed:
-        # One that was cancelled a moment ago waits for nothing any more.
-        still = update(Job).where(Job.id == bindparam("job"), Job.state == JobState.QUEUED)
-        session.connection().execute(still.values(queue_reason=bindparam("reason")), changed)
+    _write_reasons(session, decision, {row.id: row.queue_reason for row in queued})
+    started = {placement.job_id for placement in placed}
+    numbers = {row.id: row.number for row in queued if row.number is not None}
+    line = [job.job_id for job in view.line if job.job_id not in started]
+    if depth is not None and len(numbers) == depth:
+        # Where those stand that come after the last of these, a look at everyone will tell.
+        line = line[: 1 + max((index for index, job_id in enumerate(line) if job_id in numbers), default=-1)]
+    _write_places(session, renumbered(line, numbers))
     return placed
 
 
@@ -173,68 +112,237 @@ def _place(session: Session, placement: Placement, claim_within: timedelta) -> b
     return True
 
 
-def position(session: Session, job: Job) -> int | None:
-    """1 for the job that is next; None when it isn't queued."""
-    if job.state is not JobState.QUEUED:
-        return None
-    here = {"priority": job.priority, "created_at": job.created_at, "id": job.id}
-    return 1 + (directly(session, _AHEAD, here).scalar() or 0)
+def _write_reasons(session: Session, decision: Decision, told: Mapping[str, str | None]) -> None:
+    changed = [
+        {"job": job_id, "reason": reason} for job_id, reason in decision.reasons.items() if told[job_id] != reason
+    ]
+    if changed:
+        session.connection().execute(_GIVE_REASON, changed)
 
 
-_QUEUED = select(func.count()).where(Job.state == JobState.QUEUED)
-# Two counts, each along a stretch of the index of the line.
-_AHEAD = select(
-    _QUEUED.where(Job.priority > bindparam("priority")).scalar_subquery()
-    + _QUEUED.where(
-        Job.priority == bindparam("priority"),
-        tuple_(Job.created_at, Job.id) < tuple_(bindparam("created_at", type_=Float), bindparam("id", type_=String)),
-    ).scalar_subquery()
+# One that was cancelled a moment ago waits for nothing any more.
+_GIVE_REASON = (
+    update(Job).where(Job.id == bindparam("job"), Job.state == JobState.QUEUED).values(queue_reason=bindparam("reason"))
 )
+
+
+def _write_places(session: Session, numbers: Mapping[str, float]) -> None:
+    if not numbers:
+        return
+    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+    put = insert(QueuePlace).values(job_id=bindparam("job"), number=bindparam("number"))
+    put = put.on_conflict_do_update(index_elements=[QueuePlace.job_id], set_={"number": put.excluded.number})
+    session.connection().execute(put, [{"job": job_id, "number": number} for job_id, number in numbers.items()])
+
+
+def estimate(session: Session, *, half_life: timedelta = HALF_LIFE) -> dict[str, float]:
+    """When the first jobs in line will start; for `note`, in a transaction that need not hold up any writer."""
+    base = _base(session, half_life, counting=False)
+    return base.with_line(map(_waiting, _queued(session, base, MOST_FORESEEN))).starts()
+
+
+def note(session: Session, starts: Mapping[str, float]) -> None:
+    """Write down when jobs will start; of the others nobody knows."""
+    # A place that was written while its job left the line would count for ever.
+    session.execute(_FORGET)
+    known = {id_: at for id_, at in session.execute(select(QueuePlace.job_id, QueuePlace.estimated_start))}
+    changed = [
+        {"job": id_, "at": starts.get(id_)}
+        for id_, at in known.items()
+        if (at is None) != (id_ not in starts) or (at is not None and abs(at - starts[id_]) >= 1)
+    ]
+    if changed:
+        session.connection().execute(_NOTE, changed)
+
+
+_FORGET = (
+    delete(QueuePlace)
+    .where(QueuePlace.job_id.not_in(select(Job.id).where(Job.state == JobState.QUEUED)))
+    .execution_options(synchronize_session=False)
+)
+_NOTE = update(QueuePlace).where(QueuePlace.job_id == bindparam("job")).values(estimated_start=bindparam("at"))
+
+
+# Looking
 
 
 @dataclass(frozen=True)
 class Prospect:
-    """What would become of a job that is submitted now."""
+    """Where a job stands, or what would become of one that is submitted now."""
 
     position: int
-    """1 would be next."""
-    reason: str | None
-    """Why it would wait; None: it would start at once."""
+    """1 is next."""
+    reason: str | None = None
+    """Why it waits; None of one that would start at once."""
+    estimated_start: float | None = None
+    """Unix seconds; None where nobody knows."""
 
 
-def foresee(session: Session, *, needs: int, device: str, priority: int, project: str) -> Prospect:
-    """Where a project's job would stand in the queue that needs so many slots."""
-    first = Job.priority >= priority
-    ahead = session.execute(
-        select(Job.id, Job.slots, Job.run_config["device"].as_string(), Job.project_id)
-        .where(_ready(), first)
-        .order_by(*_ORDER)
+def prospect(session: Session, job: Job) -> Prospect | None:
+    """A queued job's place in line; None when it isn't queued."""
+    if job.state is not JobState.QUEUED:
+        return None
+    if seen := directly(session, _SEEN, {"job": job.id}).one_or_none():
+        return Prospect(1 + seen.ahead, job.queue_reason, seen.estimated_start)
+    # The scheduler has not looked at it yet.
+    here = {"priority": job.priority, "created_at": job.created_at, "id": job.id}
+    return Prospect(1 + (directly(session, _AHEAD, here).scalar() or 0), job.queue_reason)
+
+
+def position(session: Session, job: Job) -> int | None:
+    """1 for the job that is next; None when it isn't queued."""
+    here = prospect(session, job)
+    return here.position if here else None
+
+
+_COUNT = select(func.count()).where(Job.state == JobState.QUEUED)
+# Two counts, each along a stretch of the index of the line.
+_AHEAD = select(
+    _COUNT.where(Job.priority > bindparam("priority")).scalar_subquery()
+    + _COUNT.where(
+        Job.priority == bindparam("priority"),
+        tuple_(Job.created_at, Job.id) < tuple_(bindparam("created_at", type_=Float), bindparam("id", type_=String)),
+    ).scalar_subquery()
+)
+_BEFORE = QueuePlace.__table__.alias()
+_SEEN = select(
+    QueuePlace.estimated_start,
+    select(func.count())
+    .select_from(_BEFORE)
+    .where(_BEFORE.c.number < QueuePlace.number)
+    .correlate(QueuePlace)
+    .scalar_subquery()
+    .label("ahead"),
+).where(QueuePlace.job_id == bindparam("job"))
+
+
+def foresee(
+    session: Session,
+    *,
+    needs: int,
+    device: str,
+    priority: int,
+    project: str,
+    runtime: float | None = None,
+    half_life: timedelta = HALF_LIFE,
+) -> Prospect:
+    """Where a project's job would stand in the queue that needs so many slots for so many seconds."""
+    base = _base(session, half_life, counting=False)
+    wanted = Waiting("", needs, device, project, runtime, priority, base.now)
+    view = base.with_line([*map(_waiting, _queued(session, base, None)), wanted])
+    place = 1 + next(index for index, job in enumerate(view.line) if not job.job_id)
+    decision = decide(view.ready, view.hosts, view.allowances, now=view.now)
+    return Prospect(place, decision.reasons.get(""), view.starts().get(""))
+
+
+# Reading
+
+_DEVICE = Job.run_config["device"].as_string()
+_COLUMNS = (
+    Job.id,
+    Job.slots,
+    _DEVICE.label("device"),
+    Job.project_id,
+    Job.max_runtime,
+    Job.priority,
+    func.coalesce(Job.queued_at, Job.created_at).label("queued_at"),
+    Job.retry_at,
+    Job.queue_reason,
+    QueuePlace.number,
+)
+_EVERYONE = select(*_COLUMNS).outerjoin(QueuePlace, QueuePlace.job_id == Job.id).where(Job.state == JobState.QUEUED)
+_LENGTH = select(func.count()).select_from(QueuePlace)
+_NEW = _EVERYONE.where(QueuePlace.job_id.is_(None))
+_FRONT = (
+    select(*_COLUMNS)
+    .select_from(QueuePlace)
+    .join(Job, Job.id == QueuePlace.job_id)
+    .where(Job.state == JobState.QUEUED)
+    .order_by(QueuePlace.number)
+)
+
+
+def _queued(session: Session, base: View, depth: int | None) -> Sequence[Any]:
+    """Rows of jobs that wait: everyone, or the new ones, and at the front those that could start if there were room."""
+    if depth is None or (session.scalar(_LENGTH) or 0) <= depth:
+        return session.execute(_EVERYONE).all()
+    could = or_(
+        *(
+            (device == _DEVICE)
+            & (Job.slots <= max((host.num_slots for host in base.hosts if suits(host, device)), default=0))
+            for device in ("cpu", "cuda")
+        )
     )
-    waiting = [*(Waiting(*row) for row in ahead), Waiting("", needs, device, project)]
-    decision = decide(waiting, _hosts(session), quotas.allowances(session))
-    count = session.scalar(select(func.count()).where(Job.state == JobState.QUEUED, first))
-    return Prospect(1 + (count or 0), decision.reasons.get(""))
+    kept_back = [project for project, allowance in base.allowances.items() if allowance.is_used_up]
+    now_or_then = or_(Job.retry_at.is_(None), Job.retry_at <= base.now)
+    front = _FRONT.where(could, now_or_then, Job.project_id.not_in(kept_back)).limit(depth)
+    return [*session.execute(front), *session.execute(_NEW)]
 
 
-_ORDER = (Job.priority.desc(), Job.created_at, Job.id)
+def _waiting(row: Any) -> Waiting:
+    id_, needs, device, project, runtime, priority, queued_at, retry_at, *_ = row
+    return Waiting(id_, needs, device, project, runtime, priority, queued_at, retry_at or 0.0)
 
 
-def _ready() -> ColumnElement[bool]:
-    return and_(Job.state == JobState.QUEUED, or_(Job.retry_at.is_(None), Job.retry_at <= database_now()))
+def _base(session: Session, half_life: timedelta, *, counting: bool) -> View:
+    """All but the line."""
+    now = session.scalar(select(database_now())) or 0.0
+    seconds = half_life.total_seconds()
+    running = _running(session, now)
+    return View(
+        now,
+        [],
+        _hosts(session, running),
+        list(running.values()),
+        shares.standings(session, now=now, half_life=seconds, counting=counting),
+        quotas.allowances(session),
+        seconds,
+    )
 
 
-def _hosts(session: Session) -> list[Host]:
+def _running(session: Session, now: float) -> dict[str, Running]:
+    """By id, each job that holds slots."""
+    slots: dict[str, list[int]] = {}
+    for job_id, index in session.execute(
+        select(Slot.job_id, Slot.index).where(Slot.job_id.is_not(None)).order_by(Slot.index)
+    ):
+        slots.setdefault(job_id or "", []).append(index)
+    if not slots:
+        return {}
+    rows = session.execute(
+        select(Job.id, Job.node, Job.project_id, Job.max_runtime, Job.progress, Holding.started_at)
+        .outerjoin(Holding, (Holding.job_id == Job.id) & Holding.ended_at.is_(None))
+        .where(Job.id.in_(slots))
+    )
+    return {
+        id_: Running(node, tuple(slots[id_]), project, ends_at(now, started_at, max_runtime, progress))
+        for id_, node, project, max_runtime, progress, started_at in rows
+    }
+
+
+def ends_at(now: float, started_at: float | None, max_runtime: float | None, progress: Mapping[str, Any]) -> float:
+    """When a run will have ended: by its limit, and by what it says itself, whichever is earlier."""
+    limit = inf if started_at is None or max_runtime is None else started_at + max_runtime
+    left = progress.get("eta_seconds")
+    return max(now, min(limit, inf if left is None else now + left))
+
+
+def _hosts(session: Session, running: Mapping[str, Running]) -> list[Host]:
     free: dict[str, list[int]] = {}
     for node, index in session.execute(
         select(Slot.node, Slot.index).where(Slot.job_id.is_(None)).order_by(Slot.node, Slot.index)
     ):
         free.setdefault(node, []).append(index)
+    held: dict[str, list[Held]] = {}
+    for run in running.values():
+        held.setdefault(run.node, []).append(Held(len(run.slots), run.ends_at))
     return [
         Host(
             node.name,
             node.device,
             node.num_slots,
             tuple(index for index in free.get(node.name, ()) if index < node.num_slots),
+            tuple(held.get(node.name, ())),
         )
         for node in nodes.alive(session)
     ]

@@ -80,6 +80,8 @@ class Settings(BaseSettings):
     """How long a cancelled run may take to end, in seconds; then it is killed."""
     max_losses: int = Field(5, ge=1)
     """Attempts lost in a row, without a new checkpoint between, before a job fails."""
+    fair_share_half_life_hours: float = Field(24.0, gt=0, le=1e5)
+    """Hours after which a project's use of slots counts half as much against its place in the queue."""
     requests_per_minute: int = Field(6000, ge=0)
     """Requests of one key in a minute, and at once after a pause; 0 sets no limit."""
     webhook_networks: str | None = None
@@ -158,6 +160,10 @@ class Settings(BaseSettings):
     def runs(self) -> Path:
         """Where attempts work on this host."""
         return self.data_dir.absolute() / "runs"
+
+    @property
+    def fair_share_half_life(self) -> timedelta:
+        return timedelta(hours=self.fair_share_half_life_hours)
 
     @property
     def lease(self) -> timedelta:

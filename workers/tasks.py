@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 def tick() -> None:
     """Place what can be placed."""
     with services().db.session() as session:
-        scheduler.tick(session)
+        scheduler.tick(session, half_life=services().settings.fair_share_half_life)
 
 
 @app.task(name=RUN_JOB)  # type: ignore[untyped-decorator]

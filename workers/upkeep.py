@@ -18,6 +18,9 @@ from workers.orders import Orders, obey_signals
 log = structlog.get_logger(__name__)
 
 TICK_SECONDS = 1.0
+ALL_SECONDS = 10.0
+"""How often every queued job is looked at, however long the line is."""
+ESTIMATE_SECONDS = 3.0
 RESEND_SECONDS = 5.0
 QUOTAS_SECONDS = 10.0
 """How far a project may run beyond its GPU-hours; then what it runs is told to save and pause."""
@@ -35,6 +38,8 @@ class Upkeep:
         self.duties = (
             Duty("reclaim", look, self.reclaim),
             Duty("tick", TICK_SECONDS, self.tick),
+            Duty("look at all", ALL_SECONDS, self.look_at_all, due_at=monotonic() + ALL_SECONDS),
+            Duty("estimate", ESTIMATE_SECONDS, self.estimate),
             Duty("resend", RESEND_SECONDS, self.resend, due_at=monotonic() + RESEND_SECONDS),
             Duty("quotas", QUOTAS_SECONDS, self.quotas),
             Duty("close", CLOSE_SECONDS, self.close),
@@ -54,10 +59,24 @@ class Upkeep:
 
     def tick(self) -> None:
         """The scheduler's look, in case that a nudge was lost or a back-off has passed."""
+        self.look()
+
+    def look_at_all(self) -> None:
+        """The same over the whole line, so that each job's place and reason are true."""
+        self.look(depth=None)
+
+    def look(self, depth: int | None = scheduler.DEPTH) -> None:
         with self.services.db.session() as session:
-            placed = scheduler.tick(session)
+            placed = scheduler.tick(session, half_life=self.services.settings.fair_share_half_life, depth=depth)
         for placement in placed:
             log.info("job placed", job=placement.job_id, node=placement.node, slots=placement.slots)
+
+    def estimate(self) -> None:
+        """Reckon when those that wait will start."""
+        with self.services.db.reading() as session:
+            starts = scheduler.estimate(session, half_life=self.services.settings.fair_share_half_life)
+        with self.services.db.session() as session:
+            scheduler.note(session, starts)
 
     def resend(self) -> None:
         """Start again what was placed and not claimed. Several supervisors may come of it; one gets the job."""

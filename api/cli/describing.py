@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from api.cli.answers import show_facts
 from api.cli.picture import Picture
 from api.client import Json
+
+
+def in_line(queue: Json) -> str | None:
+    """Its place, and when it should start; None where it doesn't wait, or nobody has looked yet."""
+    if queue["position"] is None:
+        return None
+    at = queue["estimated_start"]
+    return f"{queue['position']:,}" + (
+        "" if at is None else f", starts about {datetime.fromtimestamp(at):%Y-%m-%d %H:%M}"
+    )
 
 
 def describe(job: Json) -> None:
@@ -16,6 +28,7 @@ def describe(job: Json) -> None:
             "priority": job["priority"] or None,
             "state": job["state"],
             "waits": queue["reason"],
+            "in line": in_line(queue),
             "progress": Picture(job).line if progress["step"] else None,
             "model": job["model"],
             "error": error.get("message"),

@@ -9,6 +9,7 @@ import typer
 
 from api.cli.answers import show_facts, show_json, size
 from api.cli.asking import JsonFlag, client
+from api.cli.describing import in_line
 from api.cli.sending import ready
 from api.cli.specs import read_spec
 from api.cli.watching import stay
@@ -81,6 +82,7 @@ def facts(plan: Json) -> dict[str, object]:
         "disk": f"{size(disk['total_bytes'])}: a checkpoint {size(disk['checkpoint_bytes'])}, "
         f"the result {size(disk['result_bytes'])}",
         "starts": queue["reason"] or "at once",
+        "in line": in_line(queue) if queue["reason"] else None,
     }
 
 

@@ -77,7 +77,7 @@ FineTuneDep = Annotated[str, Depends(in_place(known_fine_tune))]
 
 def shown(session: Session, job: Job) -> FineTuningJobOut:
     file = result_files.of_jobs(session, [job.id]).get(job.id)
-    return FineTuningJobOut.of(job, now=time.time(), result_file=file, position=scheduler.position(session, job))
+    return FineTuningJobOut.of(job, now=time.time(), result_file=file, prospect=scheduler.prospect(session, job))
 
 
 def shown_all(session: Session, found: Sequence[Job]) -> list[FineTuningJobOut]:

@@ -13,8 +13,8 @@ from core.db import Database
 from core.errors import QuotaExceeded
 from core.keys import DEFAULT_PROJECT, Account
 from core.models import Artifact, File, Holding, Job
+from core.placing import Host, Waiting, decide
 from core.quotas import Allowance
-from core.scheduler import Host, Waiting, decide
 from core.settings import Settings
 from core.states import JobState
 from core.storage import Storage

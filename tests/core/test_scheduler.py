@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from math import log
+
 import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core import jobs, nodes, scheduler
+from core import jobs, nodes, scheduler, shares
 from core.db import Database
 from core.errors import NotFound
-from core.keys import Account
-from core.models import Slot
-from core.scheduler import NO_WORKER, Host, Placement, Waiting, decide
+from core.keys import DEFAULT_PROJECT, Account
+from core.models import Holding, QueuePlace, Share, Slot, database_now
+from core.placing import NO_WORKER, Decision, Host, Placement, Waiting, decide
 from core.states import JobState
 from tests import make
 from tests.fakes.hints import Heard
@@ -184,7 +186,7 @@ def test_a_job_that_is_cancelled_while_it_is_looked_at_holds_up_nobody(
         make.node(session, num_slots=2)
         first, second, waits = (make.job(session, slots=slots, created_at=slots) for slots in (1, 1, 2))
 
-    def meanwhile(waiting: list[Waiting], hosts: list[Host], allowances: object) -> scheduler.Decision:
+    def meanwhile(waiting: list[Waiting], hosts: list[Host], allowances: object, *, now: float) -> Decision:
         with database.session() as other:
             jobs.cancel(other, owner, first.id)
             jobs.cancel(other, owner, waits.id)
@@ -196,6 +198,118 @@ def test_a_job_that_is_cancelled_while_it_is_looked_at_holds_up_nobody(
     with database.reading() as session:
         assert jobs.find(session, waits.id).queue_reason is None
         assert session.scalars(select(Slot.job_id).where(Slot.job_id.is_not(None))).all() == [second.id]
+
+
+# Looking at the line
+
+
+def test_a_place_in_line_follows_shares_and_is_gone_with_the_wait(session: Session, owner: Account) -> None:
+    make.node(session, num_slots=1)
+    make.project(session, "proj-other")
+    job = make.job(session, state=S.RUNNING)
+    session.add(Holding(project_id=job.project_id, job_id=job.id, slots=1, started_at=database_now()))
+    flood = [make.job(session, created_at=float(number)) for number in range(3)]
+    theirs = make.job(session, project_id="proj-other", created_at=9.0)
+    assert [scheduler.position(session, job) for job in (*flood, theirs)] == [1, 2, 3, 4]
+    scheduler.tick(session)
+    # What runs is the flood's, and each of its jobs counts before the next.
+    assert [scheduler.position(session, job) for job in (*flood, theirs)] == [2, 3, 4, 1]
+    jobs.cancel(session, owner, flood[0].id)
+    assert [scheduler.position(session, job) for job in (flood[1], theirs)] == [2, 1]
+    assert scheduler.position(session, jobs.find(session, flood[0].id)) is None
+    assert {place.job_id for place in session.scalars(select(QueuePlace))} == {flood[1].id, flood[2].id, theirs.id}
+
+
+def test_an_estimate_is_written_down_and_taken_back(session: Session, owner: Account) -> None:
+    make.node(session, num_slots=2)
+    first = make.job(session, slots=2, max_runtime=600.0, created_at=1.0)
+    second = make.job(session, slots=1, max_runtime=60.0, created_at=2.0)
+    third = make.job(session, slots=2, created_at=3.0)
+    fourth = make.job(session, slots=2, created_at=4.0)
+    scheduler.tick(session)
+    scheduler.note(session, scheduler.estimate(session))
+    now = session.scalar(select(database_now())) or 0.0
+    estimates = [scheduler.prospect(session, job) for job in (second, third, fourth)]
+    assert [seen and seen.estimated_start for seen in estimates] == [
+        pytest.approx(now + 600, abs=5),
+        pytest.approx(now + 660, abs=5),
+        None,
+    ]
+    seen = scheduler.foresee(session, needs=1, device="cpu", priority=0, project=DEFAULT_PROJECT, runtime=30.0)
+    # It fits beside the second, and is gone when the third can start.
+    assert (seen.position, seen.estimated_start) == (4, pytest.approx(now + 600, abs=5))
+    jobs.cancel(session, owner, first.id)
+    jobs.cancel(session, owner, second.id)
+    session.flush()
+    scheduler.note(session, {})
+    assert [place.estimated_start for place in session.scalars(select(QueuePlace))] == [None, None]
+
+
+def test_a_run_ends_by_its_limit_or_by_what_it_says_whichever_is_earlier() -> None:
+    now, started_at = 1000.0, 900.0
+    assert scheduler.ends_at(now, started_at, 300.0, {}) == 1200.0
+    assert scheduler.ends_at(now, started_at, 300.0, {"eta_seconds": 50.0}) == 1050.0
+    assert scheduler.ends_at(now, started_at, 300.0, {"eta_seconds": 5000.0}) == 1200.0
+    assert scheduler.ends_at(now, started_at, 50.0, {"eta_seconds": None}) == now
+    assert scheduler.ends_at(now, None, None, {}) == float("inf")
+
+
+def test_a_short_job_starts_before_a_large_one_that_waits_for_a_run_to_end(session: Session) -> None:
+    make.node(session, num_slots=2)
+    running = make.job(session, max_runtime=3600.0)
+    scheduler.tick(session)
+    large = make.job(session, slots=2, created_at=1.0)
+    long = make.job(session, slots=1, max_runtime=7200.0, created_at=2.0)
+    short = make.job(session, slots=1, max_runtime=600.0, created_at=3.0)
+    assert jobs.find(session, running.id).state is S.STARTING
+    assert [placement.job_id for placement in scheduler.tick(session)] == [short.id]
+    for job in (large, long):
+        session.refresh(job)
+    assert (large.queue_reason, long.queue_reason) == (
+        "needs 2 slots, 1 is free",
+        "needs 1 slot; 0 are free, and node-1 is kept for a larger job, which is next; with a short enough max_runtime"
+        " it would start before that",
+    )
+
+
+def test_of_a_long_line_the_front_and_what_is_new_are_looked_at_and_who_could_not_start_is_passed_over(
+    session: Session,
+) -> None:
+    make.node(session, num_slots=2)
+    make.job(session, state=S.RUNNING, slots=2)
+    line = [make.job(session, created_at=float(number), slots=1 + 2 * (number < 4)) for number in range(9)]
+    scheduler.tick(session, depth=None)
+    assert [scheduler.position(session, job) for job in line] == list(range(1, 10))
+    make.node(session, "node-2", num_slots=1)
+    urgent = make.job(session, created_at=20.0, priority=1)
+    late = make.job(session, created_at=21.0)
+    # The first four need more than any host has.
+    assert [placement.job_id for placement in scheduler.tick(session, depth=2)] == [urgent.id]
+    make.node(session, "node-3", num_slots=1)
+    assert [placement.job_id for placement in scheduler.tick(session, depth=2)] == [line[4].id]
+    assert scheduler.position(session, late) == 9
+    scheduler.tick(session, depth=None)
+    assert [scheduler.position(session, job) for job in (line[5], line[8], late)] == [5, 8, 9]
+
+
+# Shares
+
+
+def test_what_was_held_is_counted_once_and_fades(session: Session) -> None:
+    now = session.scalar(select(database_now())) or 0.0
+    session.add(Holding(project_id=DEFAULT_PROJECT, slots=4, started_at=now - 7200, ended_at=now - 3600))
+    make.node(session, num_slots=3)
+    make.job(session, slots=3)
+    scheduler.tick(session)
+    day = 86400.0
+    for _ in range(2):
+        found = shares.standings(session, now=now + day, half_life=day, counting=True)[DEFAULT_PROJECT]
+        # Four slots for an hour, an hour and a day ago; three held since, each 24 / ln 2 x (1 - 1/2) hours.
+        past = 4 * 3600 * 0.5 ** (1 + 1.5 / 24)
+        assert found.usage == pytest.approx(past + 3 * day / log(2) * 0.5, rel=1e-3)
+        assert found.held == 3
+    (share,) = session.scalars(select(Share))
+    assert share.as_of == pytest.approx(now, abs=60)
 
 
 # Nodes
