@@ -16,16 +16,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Self, cast
 
 import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 from tokenizers import AddedToken, Encoding, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
+
+from engine import sandbox
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -197,8 +194,8 @@ class Tokenizer:
             self._check_named(template)
         self.templates = dict(templates) or {"default": self._named(self.template_name)}
         self._marking = self._marking_backend()
-        self._compiled = {name: _compile(text) for name, text in self.templates.items()}
-        self._read = {name for text in self.templates.values() for name in _variables(text)}
+        self._compiled = {name: _program(text) for name, text in self.templates.items()}
+        self._read = {name for text in self.templates.values() for name in sandbox.variables(text)}
 
     # ---- Made ----
 
@@ -394,7 +391,8 @@ class Tokenizer:
         name = "tool_use" if tools and "tool_use" in self.templates else "default"
         speaks_developer = "developer" in self.templates[name]
         try:
-            return self._compiled[name].render(
+            return sandbox.run(
+                self._compiled[name],
                 messages=[_plain(message, speaks_developer) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 add_generation_prompt=add_generation_prompt,
@@ -717,86 +715,11 @@ def _veiled(value: Any, control: re.Pattern[str], veil: str) -> Any:
     return value
 
 
-# ---- Jinja as `transformers` sets it up -----------------------------------------------------------------------------
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says. Its body is rendered and the mark is not needed here."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _PlainNamespace(Namespace):
-    """A namespace that keeps no underscored names, through which a template could reach Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, args = args[0], args[1:]
-        values = dict(*args, **kwargs)
-        for name in values:
-            _refuse_underscore(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_underscore(name)
-        super().__setitem__(name, value)
-
-
-class _PlainDict:
-    """`dict` without its attributes."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args, **kwargs)
-
-
-def _refuse_underscore(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a chat template can't keep {name!r} in a namespace; rename it")
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML characters.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    # What it returns is the tokenizer's to say, in each rendering.
-    environment.globals["strftime_now"] = None
-    environment.globals["dict"] = _PlainDict()
-    environment.globals["namespace"] = _PlainNamespace
-    return environment
-
-
-def _compile(text: str) -> jinja2.Template:
+def _program(text: str) -> jinja2.Template:
     try:
-        return _environment().from_string(text)
+        return sandbox.program(text)
     except jinja2.TemplateError as broken:
         raise InvalidTokenizer(f"the chat template is not valid Jinja: {broken}") from broken
-
-
-def _variables(text: str) -> set[str]:
-    return set(meta.find_undeclared_variables(_environment().parse(text)))
 
 
 def _write(path: Path, text: str) -> None:

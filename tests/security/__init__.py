@@ -1,0 +1,1 @@
+"""Attacks, each with the means of somebody whom docs/security.md names."""
