@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from core.storage import Storage, nothing_unlisted
 from engine.config import ModelShape
 
 MANIFEST = "manifest.json"
+_PATH = re.compile(r"[A-Za-z0-9_.\-]+(?:/[A-Za-z0-9_.\-]+)+")
 
 
 class Damaged(Exception):
@@ -139,7 +141,12 @@ def _verified(export: Path) -> list[_Found]:
     manifest_path = export / MANIFEST
     listed = json.loads(manifest_path.read_text(encoding="utf-8"))["files"]
     found = [_Found(entry["path"], _kind(entry["path"]), entry["bytes"], entry["sha256"]) for entry in listed]
+    if link := next((path for path in export.rglob("*") if path.is_symlink()), None):
+        raise Damaged(f"{link.relative_to(export).as_posix()} is a link; an export has files only")
     for file in found:
+        # What trains has read data and weights of strangers: it can't have another file of this host published.
+        if not _PATH.fullmatch(file.path) or {".", ".."} & set(file.path.split("/")):
+            raise Damaged(f"{file.path!r} is not the path of a file of an export")
         if _sha256(export / file.path) != file.sha256:
             raise Damaged(f"{file.path} is not what the manifest says; the disk may be at fault")
     size = manifest_path.stat().st_size

@@ -220,11 +220,34 @@ def shape_of(folder: Path) -> ModelShape:
     """The sizes that `config.json` tells; InvalidModel names what is missing or not supported."""
     if not (folder / "config.json").is_file():
         raise InvalidModel(f"{folder.name} has no config.json; it must be a model in Hugging Face layout.")
+    if link := _leads_out(folder):
+        raise InvalidModel(
+            f"{folder.name}/{link} is a link to a file outside the folder; put the file itself there. Only weights may "
+            "lie elsewhere, and what a snapshot in Hugging Face's cache links to there."
+        )
     try:
         return families.shape_of_config(_json(folder / "config.json"))
     except ValueError as error:
         # It begins with the file's name.
         raise InvalidModel(f"{folder.name}/{error}") from error
+
+
+def _leads_out(folder: Path) -> str | None:
+    """A file of a model's folder that is another one of this host, if any.
+
+    Repositories can hold links. What such a link leads to would be read as part of the model, and a text such as a chat
+    template given to whoever downloads what was trained on it.
+    """
+    home = folder.resolve()
+    within = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    for path in sorted(folder.rglob("*")):
+        if (
+            path.is_symlink()
+            and path.suffix != ".safetensors"
+            and not any(path.resolve().is_relative_to(place) for place in within)
+        ):
+            return path.relative_to(folder).as_posix()
+    return None
 
 
 def inspect(folder: Path) -> ModelShape:

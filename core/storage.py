@@ -63,7 +63,12 @@ class Storage:
         return size
 
     def put_tree(self, prefix: str, folder: Path) -> list[Stored]:
-        """Store every file beneath `folder`. A `manifest.json` at its top goes last: one without it was cut short."""
+        """Store every file beneath `folder`. A `manifest.json` at its top goes last: one without it was cut short.
+
+        Raises ValueError for a link, whose file may lie anywhere on this host.
+        """
+        if link := next((path for path in folder.rglob("*") if path.is_symlink()), None):
+            raise ValueError(f"{link.relative_to(folder).as_posix()!r} is a link, and only files are stored")
         files = sorted(
             (path for path in folder.rglob("*") if path.is_file()),
             key=lambda path: (path == folder / "manifest.json", path),
@@ -100,6 +105,7 @@ class Storage:
 
     def get_to(self, key: str, path: Path) -> None:
         """Write the object to a file, which is there under this name only once it is whole."""
+        _checked(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.part")
         try:
