@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 
 import structlog
@@ -11,6 +12,20 @@ from core.settings import Settings, misspelt
 
 # Without the frames' variables, which is structlog's default: keys and training data would be among them.
 _tracebacks = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
+
+
+# JSON escapes all of these.
+_COMMANDS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def _tame(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Let no text of others command the terminal, or look like a line of its own. A traceback keeps its lines."""
+    return {
+        name: _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), value)
+        if isinstance(value, str) and name not in {"exception", "stack"}
+        else value
+        for name, value in event.items()
+    }
 
 
 def begin(settings: Settings) -> None:
@@ -37,7 +52,7 @@ def setup(level: str = "INFO") -> None:
     )
     on_terminal = sys.stderr.isatty()
     rendering: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        [_tame, structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
         if on_terminal
         else [_tracebacks, structlog.processors.JSONRenderer()]
     )

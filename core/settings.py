@@ -56,13 +56,13 @@ class Settings(BaseSettings):
     """Address that the API listens on."""
     port: int = Field(8642, ge=0, le=65535)
     """Port that the API listens on."""
-    database_url: str | None = Field(None, validation_alias=_either("DATABASE_URL"))
+    database_url: str | None = Field(None, repr=False, validation_alias=_either("DATABASE_URL"))
     """SQLAlchemy URL; PostgreSQL in production. Default: SQLite beneath `data_dir`."""
-    redis_url: str | None = Field(None, validation_alias=_either("REDIS_URL"))
+    redis_url: str | None = Field(None, repr=False, validation_alias=_either("REDIS_URL"))
     """Redis or Valkey. Default: the bundled server on a unix socket beneath `data_dir`."""
-    storage_url: str | None = Field(None, validation_alias=_either("STORAGE_URL"))
+    storage_url: str | None = Field(None, repr=False, validation_alias=_either("STORAGE_URL"))
     """`file:///folder` or `s3://bucket/prefix`. Default: a folder beneath `data_dir`."""
-    admin_key: str | None = None
+    admin_key: str | None = Field(None, repr=False)
     """First admin key, at least 16 characters. Default: generated and shown once."""
     models_dir: Path | None = None
     """Folder whose subfolders are base models in Hugging Face layout. Default: `data_dir/models`."""
@@ -86,7 +86,7 @@ class Settings(BaseSettings):
     """Requests of one key in a minute, and at once after a pause; 0 sets no limit."""
     webhook_networks: str | None = None
     """Networks that webhooks may reach beside the public internet, such as `127.0.0.0/8,10.1.0.0/16`. Default: none."""
-    wandb_api_key: str | None = None
+    wandb_api_key: str | None = Field(None, repr=False)
     """Key of Weights & Biases: workers that have the package wandb pass on the jobs whose `integrations` say so."""
     log_level: str = "INFO"
     """Least severe log line that is written."""

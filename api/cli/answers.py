@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from rich.cells import cell_len
 
+from api.cli import printable
 from api.client import Json
 
 
@@ -50,7 +51,7 @@ def show_facts(facts: dict[str, object]) -> None:
     width = max(map(len, facts)) + 1
     for name, value in facts.items():
         if value not in (None, ""):
-            typer.echo(f"{name:{width}} {value}")
+            typer.echo(f"{name:{width}} {printable.text(str(value))}")
 
 
 def cell(row: Json, path: str) -> str:
@@ -63,12 +64,12 @@ def cell(row: Json, path: str) -> str:
         case bool():
             return "yes" if value else "no"
         case list():
-            return ", ".join(map(str, value))
+            return printable.line(", ".join(map(str, value)))
         case int() | float() if path.endswith("_at"):
             return moment(value)
         case float():
             return f"{value:.4f}"
-    return str(value)
+    return printable.line(str(value))
 
 
 def moment(seconds: float) -> str:

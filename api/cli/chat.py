@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from api.cli import printable
 from api.cli.answers import show_json
 from api.cli.asking import JsonFlag, client
 from api.cli.naming import ModelName
@@ -79,7 +80,7 @@ def answer(trainshed: Client, model: str, messages: list[Json], options: Json, *
     reply = ""
     try:
         for piece in trainshed.chat_stream(model, messages, **options):
-            typer.echo(piece, nl=False)
+            typer.echo(printable.text(piece) if sys.stdout.isatty() else piece, nl=False)
             reply += piece
     except KeyboardInterrupt:
         if not at_a_terminal():

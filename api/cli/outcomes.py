@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from api.cli import printable
 from api.client import ApiError, Damaged, Unreachable
 
 
@@ -69,7 +70,7 @@ class Command(TyperGroup):
 def end(fault: Fault, *, as_json: bool) -> NoReturn:
     """Say it where it does not get between a script and its data."""
     said = json.dumps({"error": fault.detail, "exit_code": int(fault.code)}, ensure_ascii=False)
-    typer.echo(said if as_json else str(fault), err=True)
+    typer.echo(said if as_json else printable.text(str(fault)), err=True)
     raise typer.Exit(fault.code)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from api.cli import printable
 from api.cli.curves import Curve, Point
 from api.client import Event, Json
 
@@ -71,7 +72,7 @@ class Picture:
 
     def take(self, event: Event) -> None:
         data: dict[str, Any] = event.data.get("data", {})
-        message: str = event.data.get("message", "")
+        message = printable.line(event.data.get("message", ""))
         match event.data.get("type"):
             case "state":
                 self.state, self.note, self.phase = data["state"], message, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from api.cli import printable
 from api.cli.answers import show_json, show_table
 from api.cli.asking import JsonFlag, client
 from api.cli.curves import Curve, draw
@@ -49,7 +51,8 @@ def logs(
     else:
         if rank is None and log.rank:
             typer.echo(f"of rank {log.rank}, by which the job failed:", err=True)
-        typer.echo(log.text, nl=False)
+        # Into a file or a pipe it goes as it is.
+        typer.echo(printable.text(log.text) if sys.stdout.isatty() else log.text, nl=False)
 
 
 @app.command(rich_help_panel=PANEL)

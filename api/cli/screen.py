@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from api.cli import printable
 from api.cli.curves import draw
 from api.cli.picture import Picture
 from api.client import Event, Json
@@ -69,7 +70,7 @@ def _live(picture: Picture, events: Iterable[Event], console: Console, outage: O
             if event.name == "done":
                 return _job(event)
             if event.name == "warning":
-                console.print(event.data["message"], style="yellow", markup=False, highlight=False)
+                console.print(printable.text(event.data["message"]), style="yellow", markup=False, highlight=False)
     raise AssertionError("a stream ends with `done`")
 
 
@@ -131,7 +132,7 @@ def _plain(picture: Picture, events: Iterable[Event], console: Console, outage: 
 
 
 def _say(console: Console, line: str) -> None:
-    console.out(line, highlight=False)
+    console.out(printable.line(line), highlight=False)
 
 
 def _job(event: Event) -> Json:

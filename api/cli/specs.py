@@ -124,15 +124,16 @@ def _name(file: Path) -> str:
     return "<standard input>" if file == STDIN else str(file)
 
 
-def _doubles(node: yaml.Node | None, path: str = "", above: tuple[int, ...] = ()) -> Iterator[str]:
+def _doubles(node: yaml.Node | None, path: str = "", looked_at: set[int] | None = None) -> Iterator[str]:
     """Paths of keys that stand twice in a mapping, of which a reader would take but the last."""
-    # An anchor may stand within itself.
-    if node is None or id(node) in above:
+    # Once each: an anchor may stand within itself, and a few that hold one another stand for very many.
+    looked_at = set() if looked_at is None else looked_at
+    if node is None or id(node) in looked_at:
         return
-    above = (*above, id(node))
+    looked_at.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         for index, inner in enumerate(node.value):
-            yield from _doubles(inner, f"{path}{index}.", above)
+            yield from _doubles(inner, f"{path}{index}.", looked_at)
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:
@@ -140,7 +141,7 @@ def _doubles(node: yaml.Node | None, path: str = "", above: tuple[int, ...] = ()
             if name in seen and name != "<<":
                 yield f"{path}{name}"
             seen.add(name)
-            yield from _doubles(value, f"{path}{name}.", above)
+            yield from _doubles(value, f"{path}{name}.", looked_at)
 
 
 def judge(asked: Json) -> list[Problem]:
