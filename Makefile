@@ -19,7 +19,7 @@ WORKERS ?= 2
 # Two cores and up to two ranks: a thread each, or they fight over the cores. Files as they come: the longest are first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install dev demo example serve test bench check format openapi lock clean
+.PHONY: help install dev demo example serve test bench check audit format openapi lock clean
 
 help: ## Say what there is
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -64,6 +64,11 @@ check: dev ## Lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+audit: ## Ask PyPI's database of vulnerabilities about every package in constraints.txt; needs the network
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip --disable-pip-version-check install --quiet pip-audit
+	$(VENV)-audit/bin/pip-audit --no-deps --disable-pip --requirement constraints.txt
+
 format: dev ## Mend what can be mended by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -76,5 +81,5 @@ lock: ## Resolve constraints.txt anew, to the newest versions that fit together
 	$(PYTHON) .ci/lock.py
 
 clean: ## Remove what was made here; data of a service stays
-	rm -rf $(VENV) .demo .examples build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV)-audit .demo .examples build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
