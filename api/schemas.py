@@ -352,6 +352,9 @@ class JobOut(Out):
     """Where it runs."""
     plan: dict[str, Any]
     """What the run was expected to cost when it was submitted."""
+    compared: dict[str, dict[str, float]]
+    """`planned` beside `measured`, of `step_seconds`, `tokens_per_second` and `bytes_per_rank`, where there are both:
+    on a CPU the bytes measured are the process's, program and libraries among them."""
     progress: ProgressOut
     queue: QueueOut
     error: JobErrorOut | None
@@ -377,6 +380,7 @@ class JobOut(Out):
             slots=job.slots,
             node=job.node,
             plan=job.plan,
+            compared=plans.compared(job.plan, job.progress),
             progress=ProgressOut.model_validate(job.progress),
             queue=QueueOut.of(prospect, reason=job.queue_reason),
             error=JobErrorOut.model_validate(job.error) if job.error else None,
@@ -427,6 +431,33 @@ class DiskOut(Out):
     """All that the job keeps, while the newest checkpoint is being written."""
 
 
+class TimeOut(Out):
+    """How long it would take. All null, but for `calibration`, where nobody knows how fast the nodes are."""
+
+    step_seconds: float | None
+    seconds_by_term: dict[str, float] | None
+    """Of a step, by what for; they add up. docs/planner.md says what each is."""
+    tokens_per_second: float | None
+    """Over all ranks, padding among them."""
+    eta_seconds: float | None
+    """Of all steps, without what comes before, between and after: reading, validations, checkpoints, the result."""
+    calibration: str
+    """Whether the rates were measured on a node or are a data sheet's; or that there are none yet."""
+
+
+class AlternativeOut(Out):
+    """A layout that would do."""
+
+    words: str
+    """In short."""
+    parallel: dict[str, Any]
+    micro_batch: int
+    recomputed: list[str]
+    seconds: dict[str, float]
+    """Of a step, by what for, and `total`."""
+    bytes_per_rank: int
+
+
 class PlanOut(Out):
     """What a job would be and need; nothing is queued."""
 
@@ -442,6 +473,8 @@ class PlanOut(Out):
     estimated_steps: int
     estimated_tokens: int
     """In all steps."""
+    estimated_epochs: float
+    """Passes over the rows."""
     flops_per_step: int
     """Forward and backward, by the model's arithmetic, of rows that are one document each."""
     layout: LayoutOut
@@ -450,6 +483,11 @@ class PlanOut(Out):
     bytes_by_phase: dict[str, int]
     """What that rank holds at most, `steady` between steps, in `forward`, in `backward`, while the `optimizer` updates
     weights, and beside a `checkpoint` that is being written."""
+    time: TimeOut
+    alternatives: list[AlternativeOut]
+    """The best five layouts over as many slots, fastest first; empty where nobody knows how fast the nodes are."""
+    lost: list[str]
+    """Why others that come to mind are not among them."""
     disk: DiskOut
     queue: QueueOut
     """Where it would stand now; without a reason it would start at once."""
@@ -477,6 +515,9 @@ class PlanOut(Out):
             ),
             bytes_per_rank=plan["bytes_per_rank"],
             bytes_by_phase=plan["bytes_by_phase"],
+            time=TimeOut(**{name: plan[name] for name in TimeOut.model_fields}),
+            alternatives=[AlternativeOut(**vars(one)) for one in planned.alternatives.best],
+            lost=planned.alternatives.lost,
             disk=DiskOut(
                 checkpoint_bytes=plan["checkpoint_bytes"],
                 result_bytes=plan["result_bytes"],
@@ -493,7 +534,8 @@ class PlanOut(Out):
 
 
 _OF_A_PLAN = (
-    "parameters", "trainable_parameters", "estimated_rows", "estimated_steps", "estimated_tokens", "flops_per_step",
+    "parameters", "trainable_parameters", "estimated_rows", "estimated_steps", "estimated_tokens",
+    "estimated_epochs", "flops_per_step",
 )  # fmt: skip
 
 

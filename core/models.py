@@ -400,6 +400,8 @@ class Node(Base):
     """Memory that one slot may use; None where the host didn't say."""
     slot_peak_flops: Mapped[float | None]
     """FLOP/s of one slot in bf16, for MFU; None where it isn't known."""
+    rates: Mapped[dict[str, Any] | None] = mapped_column(JsonColumn)
+    """What a slot does in a second, measured or by a data sheet, see `engine.plan.cluster.as_facts`; None: unknown."""
     heartbeat_at: Mapped[float] = mapped_column(default=database_now())
     draining: Mapped[bool] = mapped_column(default=False)
     """Takes nothing new."""

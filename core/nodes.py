@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from sqlalchemy import ColumnElement, delete, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -42,6 +43,7 @@ def register(
     num_slots: int,
     slot_memory_bytes: int | None = None,
     slot_peak_flops: float | None = None,
+    rates: Mapping[str, Any] | None = None,
 ) -> Node:
     """A host is up and offers its slots. What its name ran before keeps its slots until it ends."""
     offer = {
@@ -49,6 +51,7 @@ def register(
         "num_slots": num_slots,
         "slot_memory_bytes": slot_memory_bytes,
         "slot_peak_flops": slot_peak_flops,
+        "rates": None if rates is None else dict(rates),
         "heartbeat_at": database_now(),
         "draining": False,
     }
@@ -69,6 +72,11 @@ def register(
 def heartbeat(session: Session, name: str) -> None:
     """The host lives. NotFound if it was never registered, or forgotten: register it again."""
     _change(session, name, heartbeat_at=database_now())
+
+
+def rate(session: Session, name: str, rates: Mapping[str, Any]) -> None:
+    """The host measured how fast its slots are. NotFound as `heartbeat` raises it."""
+    _change(session, name, rates=dict(rates))
 
 
 def drain(session: Session, name: str) -> None:
@@ -118,10 +126,16 @@ def cluster(session: Session) -> ClusterFacts:
         if None not in memories
         else None,
         slot_peak_flops=min((node.slot_peak_flops for node in usable if node.slot_peak_flops), default=None),
+        rates=min((node.rates for node in usable if node.rates), key=_speed, default=None),
     )
 
 
-_OFFERS = select(Node.device, Node.num_slots, Node.slot_memory_bytes, Node.slot_peak_flops)
+def _speed(rates: Mapping[str, Any]) -> tuple[bool, float]:
+    """What is measured comes before what a table says; of several nodes, a plan goes by the slowest."""
+    return not rates["measured"], min(rates["flops"].values(), default=0.0)
+
+
+_OFFERS = select(Node.device, Node.num_slots, Node.slot_memory_bytes, Node.slot_peak_flops, Node.rates)
 
 
 def _lives() -> ColumnElement[bool]:

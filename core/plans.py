@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from sqlalchemy.orm import Session
 
-from core import files, jobs, scheduler
+from core import files, jobs, layouts, nodes, scheduler
 from core.keys import Account
+from core.layouts import Alternatives
 from core.models import File
 from core.resolve import Resolution
 from core.scheduler import Prospect
@@ -33,6 +34,7 @@ class Planned:
     files: tuple[tuple[Use, File], ...]
     """What it reads, each with what validation found."""
     prospect: Prospect
+    alternatives: Alternatives
 
 
 def plan(session: Session, owner: Account, spec: JobSpec, *, settings: Settings) -> Planned:
@@ -49,7 +51,26 @@ def plan(session: Session, owner: Account, spec: JobSpec, *, settings: Settings)
         runtime=spec.max_runtime.total_seconds() if spec.max_runtime else None,
         half_life=settings.fair_share_half_life,
     )
-    return Planned(resolution, used, prospect)
+    facts = nodes.cluster(session)
+    others = layouts.alternatives(resolution.run, resolution.shape, facts, packed=resolution.packed)
+    return Planned(resolution, used, prospect, others)
+
+
+def compared(plan: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """What was planned beside what was measured so far, of each number that has both.
+
+    Memory is a device's, as its allocator counted it; on a CPU the process's, program and libraries among it.
+    """
+    both = {
+        "step_seconds": (plan.get("step_seconds"), progress.get("usual_step_seconds")),
+        "tokens_per_second": (plan.get("tokens_per_second"), progress.get("tokens_per_second")),
+        "bytes_per_rank": (plan.get("bytes_per_rank", {}).get("total"), progress.get("memory_bytes")),
+    }
+    return {
+        name: {"planned": planned, "measured": measured}
+        for name, (planned, measured) in both.items()
+        if planned is not None and measured is not None
+    }
 
 
 def micro_batches(run: Mapping[str, Any]) -> int:

@@ -6,7 +6,7 @@ It refuses what can't run, blames a field, and says what would work.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from math import ceil, prod
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pydantic import ValidationError
 
+from core import layouts
 from core.errors import InvalidSpec
 from core.presets import PRESETS
 from core.remembering import remembered
@@ -35,10 +36,11 @@ from engine.config import (
     Training,
 )
 from engine.data.format import Format
-from engine.plan import budget, memory
+from engine.plan import budget, memory, search
 from engine.plan.flops import model_flops
 from engine.plan.memory import Memory
 from engine.plan.recompute import ELEMENTS, FP32, OPERATIONS
+from engine.plan.time import Step
 
 if TYPE_CHECKING:
     from core.files import FileFacts
@@ -56,6 +58,8 @@ TOKENS_IN_A_MICRO_BATCH = 8192
 MICRO_BATCHES_FOR_EACH_RANK = 4
 """Of a pipeline's ranks, at least, where their size is ours to choose: these then idle in less than a fifth of a step,
 (p - 1) of its 4p + p - 1 turns (Narayanan et al. 2021, section 2.2)."""
+SAID_OF_LOSERS = 4
+"""Layouts that a refusal tells of."""
 CHARACTERS_IN_A_TOKEN = 4
 """For estimates before anything is tokenised."""
 LEARNING_RATES = {"scratch": 3e-4, "lora": 2e-4, "full": 2e-5, "dpo with lora": 1e-5, "dpo": 1e-6}
@@ -97,6 +101,8 @@ class ClusterFacts:
     """Memory of a slot; None where it isn't known."""
     slot_peak_flops: float | None = None
     """FLOP/s of a slot in bf16; None where it isn't known."""
+    rates: Mapping[str, Any] | None = None
+    """What a slot does in a second, see `engine.plan.cluster.as_facts`; None where it isn't known."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,9 @@ class Resolution:
     slots: int
     plan: dict[str, Any]
     """What the run is expected to cost."""
+    shape: ModelShape
+    packed: bool
+    """Rows may hold several documents."""
 
 
 def resolve(
@@ -134,11 +143,11 @@ def resolve(
     lora = _lora(spec, method, shape)
     seq_len = _seq_len(spec, shape, data_format)
     precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
-    recompute = _recompute(spec, shape)
+    wished = _recompute(spec)
     packed = _is_packed(spec, files, data_format)
-    choice = _Choice(spec, shape, lora, seq_len, precision, recompute, cluster, packed, objective == "dpo")
-    parallel = choice.parallel()
-    global_batch, micro_batch = choice.batch(parallel)
+    usual = wished or _cheap(shape)
+    choice = _Choice(spec, shape, lora, seq_len, precision, usual, cluster, packed, objective == "dpo")
+    parallel, global_batch, micro_batch, recompute = choice.laid_out(wished)
     rows = _rows(spec, files, data_format, seq_len, bytes_only=tokenizer.type == "bytes")
     length = _length(spec.training, method, global_batch=global_batch, seq_len=seq_len)
     steps = length.get("steps") or max(1, ceil(rows * length["epochs"] / global_batch))
@@ -174,11 +183,14 @@ def resolve(
         raise _refused(error) from error
     try:
         micro_batches = global_batch // (micro_batch * parallel.data)
+        choice = choice.replaying(recompute)
         needs = choice.needs(parallel, micro_batch=micro_batch, micro_batches=micro_batches)
     except ValueError as error:
         _refuse(_blamed(str(error), "recompute"), str(error))
     _check_memory(needs, cluster)
-    return Resolution(run, slots=parallel.ranks, plan=_plan(shape, lora, needs, steps, rows, run))
+    plan = _plan(shape, lora, needs, steps, rows, run)
+    plan |= layouts.timed(run, shape, cluster, replayed=budget.replayed(run, shape), steps=steps)
+    return Resolution(run, slots=parallel.ranks, plan=plan, shape=shape, packed=packed)
 
 
 # The model and what it reads
@@ -428,16 +440,21 @@ def _ending(file: FileFacts) -> str:
     return ".txt" if file.is_plain_text else ".jsonl"
 
 
-def _recompute(spec: JobSpec, shape: ModelShape) -> Recompute:
-    """As asked for; else what costs no matrix product, and the core only where it keeps whole scores."""
+def _cheap(shape: ModelShape) -> Recompute:
+    """What costs no matrix product, and the core only where it keeps whole scores."""
+    operations: list[Operation] = ["norm", "activation"]
+    if shape.hidden_dropout or shape.attention_dropout:
+        operations.append("dropout")
+    if shape.attention_dropout:
+        # Otherwise it is one kernel that keeps four bytes for each head and token.
+        operations.append("attention_core")
+    return Recompute(operations=tuple(operations))
+
+
+def _recompute(spec: JobSpec) -> Recompute | None:
+    """As asked for; None: as little as memory allows."""
     if spec.recompute == "auto":
-        operations: list[Operation] = ["norm", "activation"]
-        if shape.hidden_dropout or shape.attention_dropout:
-            operations.append("dropout")
-        if shape.attention_dropout:
-            # Otherwise it is one kernel that keeps four bytes for each head and token.
-            operations.append("attention_core")
-        return Recompute(operations=tuple(operations))
+        return None
     try:
         return Recompute.model_validate(spec.recompute.model_dump())
     except ValidationError as error:
@@ -464,6 +481,55 @@ class _Choice:
     """Answers in pairs."""
     _known: dict[tuple[Parallel, int, int], Memory] = field(default_factory=dict)
     """What was estimated before: the layout that is chosen was one of the candidates."""
+
+    def replaying(self, recompute: Recompute) -> _Choice:
+        """The same, with something else replayed."""
+        return self if recompute == self.recompute else replace(self, recompute=recompute, _known={})
+
+    def laid_out(self, wished: Recompute | None) -> tuple[Parallel, int, int, Recompute]:
+        """Ranks of each axis, rows of a step and of a pass, and what is replayed where nothing is `wished`."""
+        if searched := self._searched(wished):
+            return searched
+        parallel = self.parallel()
+        global_batch, micro_batch = self.batch(parallel)
+        if wished is not None or self.cluster.slot_memory_bytes is None:
+            return parallel, global_batch, micro_batch, self.recompute
+        count = global_batch // (micro_batch * parallel.data)
+        for level in search.levels(self.shape):
+            # Less than the usual where that fits as large a pass; more where not even the usual one fits.
+            recompute = search.as_recompute(level)
+            if self.replaying(recompute)._fits(parallel, micro_batch=micro_batch, micro_batches=count):
+                return parallel, global_batch, micro_batch, recompute
+        return parallel, global_batch, micro_batch, self.recompute
+
+    def _searched(self, wished: Recompute | None) -> tuple[Parallel, int, int, Recompute] | None:
+        """The fastest layout that fits, where one is to be chosen and it is known how fast the nodes are."""
+        resources, training = self.spec.resources, self.spec.training
+        ranks, most = resources.gpus or 1, self.cluster.largest_node
+        if self.spec.parallel != "auto" or ranks == 1 or resources.nodes > 1 or (most is not None and ranks > most):
+            return None
+        if wished is not None and wished.mode == "budget":
+            return None
+        micro_batch = None if training.micro_batch == "auto" else training.micro_batch
+        unit = ranks * (micro_batch or 1)
+        global_batch = training.global_batch or -(-DEFAULT_GLOBAL_BATCH // unit) * unit
+        wishes = search.Wishes(
+            recompute=wished,
+            micro_batch=micro_batch,
+            largest_micro_batch=max(1, TOKENS_IN_A_MICRO_BATCH // self.seq_len),
+            fixed={"pipeline": 1} if training.samples else {},
+        )
+        step = Step(self.shape, self.seq_len, global_batch, self.precision, self.lora, self.packed, self.compares)
+        found = layouts.found(step, self.cluster, ranks=ranks, wishes=wishes)
+        if found is None:
+            return None
+        if not found.best:
+            said = "; ".join(loser.why for loser in found.losers[:SAID_OF_LOSERS])
+            _refuse(
+                "resources", f"no layout of {ranks} slots fits: {said}; use more slots, or a smaller batch or model"
+            )
+        best = found.best[0].layout
+        return best.parallel, global_batch, best.micro_batch, wished or search.as_recompute(best.replayed)
 
     def parallel(self) -> Parallel:
         resources = self.spec.resources
@@ -721,6 +787,7 @@ def _plan(shape: ModelShape, lora: Lora | None, needs: Memory, steps: int, rows:
         "estimated_rows": rows,
         "estimated_steps": steps,
         "estimated_tokens": steps * run.training.global_batch * run.data.seq_len,
+        "estimated_epochs": steps * run.training.global_batch / rows,
         "flops_per_step": _flops(shape, lora, run),
         **_disk(parameters, adapters, run),
     }

@@ -413,11 +413,12 @@ class JobSpec(Ask):
     """Default: LoRA for a fine-tune, DPO with adapters where the files hold preference pairs, full for a pretrain."""
     training: TrainingAsk = TrainingAsk()
     parallel: Literal["auto"] | ParallelAsk = "auto"
-    """Ranks of each axis. auto: as little tensor parallelism as memory allows, the rest as replicas."""
+    """Ranks of each axis. auto: the fastest layout that fits, by how fast the nodes were measured to be; where that is
+    not known, as little tensor parallelism as memory allows, the rest as replicas."""
     recompute: Literal["auto"] | RecomputeAsk = "auto"
-    """Activations that are dropped after the forward pass and computed again for the backward pass. auto: norms, the
-    activation and dropout, which cost no matrix product; the attention core too where its probabilities are dropped,
-    for then it would keep all scores."""
+    """Activations that are dropped after the forward pass and computed again for the backward pass. auto: as
+    little as memory requires, what costs no matrix product first: norms, the activation and dropout; the attention core
+    where its probabilities are dropped, for then it would keep all scores."""
     resources: ResourcesAsk = ResourcesAsk()
     artifacts: ArtifactsAsk = ArtifactsAsk()
     integrations: tuple[IntegrationAsk, ...] = Field((), max_length=4)

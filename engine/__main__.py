@@ -43,6 +43,25 @@ def measure(arguments: argparse.Namespace) -> int:
         return refused(error)
 
 
+def plan(arguments: argparse.Namespace) -> int:
+    from engine.plan import told
+
+    asked = {name: getattr(arguments, name) for name in ("device", "rates", "memory_gib")}
+    try:
+        return told.main(arguments.run_file, as_json=arguments.json, **asked)
+    except ValueError as error:
+        return refused(error)
+
+
+def calibrate(arguments: argparse.Namespace) -> int:
+    from engine import calibrate
+
+    try:
+        return calibrate.main(arguments.device, threads=arguments.threads)
+    except ValueError as error:
+        return refused(error)
+
+
 def serve(arguments: argparse.Namespace) -> int:
     from engine.mesh import device_named
     from engine.serve import serve
@@ -191,6 +210,20 @@ def parser() -> argparse.ArgumentParser:
     )
     run_file(sub)
     sub.add_argument("--json", action="store_true", help="one JSON array of ranks instead of a table")
+
+    sub = command("plan", plan, "Say what a run needs and takes, which layouts would do, and why others would not.")
+    run_file(sub)
+    rates = sub.add_mutually_exclusive_group()
+    rates.add_argument("--device", metavar="NAME", help="what it would run on, such as A100 or H200, eight to a node")
+    rates.add_argument("--rates", type=existing, metavar="FILE", help="what `calibrate` wrote, instead of a data sheet")
+    sub.add_argument("--memory-gib", type=float, metavar="GIB", help="memory of a rank; default: the device's")
+    sub.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+
+    sub = command(
+        "calibrate", calibrate, "Measure what a device here does, as JSON: matrix products, copies, launches."
+    )
+    sub.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N; default: cpu")
+    sub.add_argument("--threads", type=positive, help="threads of a slot; default: all cores")
 
     sub = command("export", export, "Make a model folder of one of a run's checkpoints, or of its adapter.")
     run_file(sub)

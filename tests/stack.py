@@ -52,7 +52,8 @@ class Stack:
     """Everything on one temporary data directory; at the end nothing of it is left."""
 
     def __init__(self, data_dir: Path, *, parts: Sequence[str] = tuple(PARTS), **settings: Any) -> None:
-        quick = {"lease_seconds": 3.0, "stop_grace_seconds": 20.0, "cancel_grace_seconds": 1.0, "slots": 2}
+        quick: dict[str, Any] = {"lease_seconds": 3.0, "stop_grace_seconds": 20.0, "cancel_grace_seconds": 1.0}
+        quick |= {"slots": 2, "calibrate": False}
         self.settings = Settings(data_dir=data_dir, admin_key=ADMIN_KEY, node_name="host-a", **quick | settings)
         self.parts: dict[str, subprocess.Popen[bytes]] = {}
         self._names = parts

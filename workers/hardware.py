@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import psutil
 import structlog
 
 from core.settings import Settings, visible_gpus
+from engine.plan.cluster import as_facts, known
 
 log = structlog.get_logger(__name__)
 
 SMI = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
 SMI_SECONDS = 20
 """It takes seconds on a host whose driver keeps no GPU awake."""
-
-PEAK_BF16_FLOPS = {
-    "V100": 125e12, "T4": 65e12, "A10": 125e12, "A30": 165e12, "A40": 149.7e12, "A100": 312e12, "L4": 121e12,
-    "L40S": 362e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "B200": 2250e12,
-}  # fmt: skip
-"""Dense, from NVIDIA's data sheets, by a part of the name; fp16 where a GPU has no bf16."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +28,8 @@ class Hardware:
     num_slots: int
     slot_memory_bytes: int | None = None
     slot_peak_flops: float | None = None
+    rates: dict[str, Any] | None = None
+    """What a data sheet says of a slot, see `engine.plan.cluster.as_facts`; None where there is none."""
 
 
 def survey(settings: Settings) -> Hardware:
@@ -41,10 +38,14 @@ def survey(settings: Settings) -> Hardware:
     if gpus is not None:
         if settings.slots is None or settings.slots >= gpus.num_slots:
             return gpus
-        return Hardware("cuda", settings.slots, gpus.slot_memory_bytes, gpus.slot_peak_flops)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    slots = settings.slots or cores
+        return replace(gpus, num_slots=settings.slots)
+    slots = settings.slots or cores()
     return Hardware("cpu", slots, slot_memory_bytes=psutil.virtual_memory().total // slots)
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def parse(listing: str, visible: list[str] | None) -> Hardware | None:
@@ -60,13 +61,22 @@ def parse(listing: str, visible: list[str] | None) -> Hardware | None:
         len(rows),
         min(memories, default=None),
         min((flops for row in rows if (flops := _peak(row[2])) is not None), default=None),
+        _rates([row[2] for row in rows]),
     )
 
 
+def _rates(names: list[str]) -> dict[str, Any] | None:
+    """Of the slowest, as a data sheet says; None where one has none."""
+    found = [known(name) for name in names]
+    entries = [entry for entry in found if entry is not None]
+    if len(entries) < len(found):
+        return None
+    return as_facts(*min(entries, key=lambda entry: entry[0].flops["bf16"]))
+
+
 def _peak(name: str) -> float | None:
-    # The longest part that fits: "H200" is no "H20".
-    fitting = [part for part in PEAK_BF16_FLOPS if part in name]
-    return PEAK_BF16_FLOPS[max(fitting, key=len)] if fitting else None
+    entry = known(name)
+    return entry[0].flops["bf16"] if entry is not None else None
 
 
 def _smi() -> str:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from threading import Thread
 from time import monotonic
+from typing import Any
 
 import psutil
 import structlog
@@ -26,6 +27,7 @@ from core.services import Services
 from core.settings import Settings
 from core.states import HELD
 from workers import hardware, tidy
+from workers.calibration import Calibration
 from workers.orders import Orders, obey_signals
 
 log = structlog.get_logger(__name__)
@@ -62,7 +64,10 @@ class Node:
         self.worker = Child("worker", worker_command(self.name))
         self.sampler = Child("sampler", (sys.executable, "-m", "workers.sampler"))
         self.hardware = hardware.survey(self.settings)
+        self.calibration = Calibration(self.settings, self.hardware)
         self._registered = False
+        self._rates: dict[str, Any] | None = None
+        """What was measured; None: nothing yet."""
         self._beat_at = self._tidy_at = self._frozen_at = 0.0
         self._tidying: Thread | None = None
         self._frozen_since: dict[psutil.Process, float] = {}
@@ -70,6 +75,7 @@ class Node:
 
     def run(self) -> None:
         log.info("node is up", node=self.name, device=self.hardware.device, slots=self.hardware.num_slots)
+        self.calibrate()
         while self.orders.wait(TEND_SECONDS) is None:
             for child in (self.worker, self.sampler):
                 if death := child.tend():
@@ -106,7 +112,27 @@ class Node:
             num_slots=offer.num_slots,
             slot_memory_bytes=offer.slot_memory_bytes,
             slot_peak_flops=offer.slot_peak_flops,
+            rates=self._rates or offer.rates,
         )
+
+    def calibrate(self) -> None:
+        """Measure, aside, how fast the slots are, so that plans can say how long a step takes."""
+        if not self.settings.calibrate:
+            return
+        Thread(target=self.measure, name="calibrate", daemon=True).start()
+
+    def measure(self) -> None:
+        rates = self.calibration.facts()
+        if rates is None:
+            return
+        self._rates = rates
+        try:
+            with self.services.db.session() as session:
+                nodes.rate(session, self.name, rates)
+        except NotFound:
+            pass  # it says so when it registers
+        except SQLAlchemyError as error:
+            log.warning("calibration not written", error=str(error))
 
     def end_frozen(self) -> None:
         """Kill supervisors that have stood still for so long that somebody else has their job.
@@ -151,6 +177,7 @@ class Node:
                 nodes.drain(session, self.name)
         except (SQLAlchemyError, NotFound) as error:
             log.warning("node not marked as draining", error=str(error))
+        self.calibration.stop()
         self.worker.ask_to_end()
         self.end_supervisors()
         self.worker.stop(CHILD_GRACE_SECONDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from api.cli.answers import show_facts
+from api.cli.answers import show_facts, size
 from api.cli.picture import Picture
 from api.client import Json
 
@@ -30,8 +30,19 @@ def describe(job: Json) -> None:
             "waits": queue["reason"],
             "in line": in_line(queue),
             "progress": Picture(job).line if progress["step"] else None,
+            "plan": _compared(job["compared"]),
             "model": job["model"],
             "error": error.get("message"),
             "hint": error.get("hint"),
         }
     )
+
+
+def _compared(compared: Json) -> str | None:
+    """Of a job that has begun: what was planned, and what it was."""
+    said = []
+    if seconds := compared.get("step_seconds"):
+        said.append(f"{seconds['planned']:.3g} s a step planned, {seconds['measured']:.3g} s measured")
+    if held := compared.get("bytes_per_rank"):
+        said.append(f"{size(held['planned'])} a rank planned, {size(held['measured'])} measured")
+    return "; ".join(said) or None

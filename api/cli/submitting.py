@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -79,11 +80,31 @@ def facts(plan: Json) -> dict[str, object]:
         "recomputed": ", ".join(layout["recomputed"]),
         "memory": f"{size(memory['total'])} a rank: " + ", ".join(f"{name} {size(held)}" for name, held in parts),
         "compute": f"{plan['flops_per_step']:.3g} FLOPs a step",
+        "time": _time(plan["time"]),
         "disk": f"{size(disk['total_bytes'])}: a checkpoint {size(disk['checkpoint_bytes'])}, "
         f"the result {size(disk['result_bytes'])}",
         "starts": queue["reason"] or "at once",
         "in line": in_line(queue) if queue["reason"] else None,
+        **{f"layout {number}": _alternative(one) for number, one in enumerate(plan["alternatives"], start=1)},
+        "not": "; ".join(plan["lost"]),
     }
+
+
+def _time(time: Json) -> str:
+    if time["step_seconds"] is None:
+        return str(time["calibration"])
+    parts = sorted(((name, seconds) for name, seconds in time["seconds_by_term"].items()), key=lambda part: -part[1])
+    most = ", ".join(f"{name} {seconds:.2g}" for name, seconds in parts[:3] if seconds)
+    return (
+        f"{time['step_seconds']:.3g} s a step ({most}), {time['tokens_per_second']:,.0f} tokens a second, "
+        f"{timedelta(seconds=round(time['eta_seconds']))} in all; rates {time['calibration']}"
+    )
+
+
+def _alternative(one: Json) -> str:
+    seconds = {name: taken for name, taken in one["seconds"].items() if name != "total" and taken}
+    terms = ", ".join(f"{name} {taken:.2g}" for name, taken in sorted(seconds.items(), key=lambda part: -part[1]))
+    return f"{one['words']}: {one['seconds']['total']:.3g} s a step ({terms}), {size(one['bytes_per_rank'])} a rank"
 
 
 def _is_an_axis(ranks: object) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 REACHED = 0.8
 """Share of what a data sheet says of memory and links that real use of them reaches, about: copies on an A100 come to
@@ -112,3 +113,14 @@ def described(name: str, *, node_size: int = 8, between: Link | None = None) -> 
         raise ValueError(f"there are no figures of the device {name!r}; there are those of {', '.join(KNOWN)}")
     device, inside = found
     return Cluster(device, node_size, inside, between or Link(FABRIC, 10e-6))
+
+
+def as_facts(device: Device, inside: Link) -> dict[str, Any]:
+    """A device and the link to its neighbours, for a row or a file; `from_facts` reads it."""
+    return {**asdict(replace(device, flops={})), "flops": dict(device.flops), "inside": asdict(inside)}
+
+
+def from_facts(facts: Mapping[str, Any], *, memory_bytes: int | None, node_size: int) -> Cluster:
+    """Nodes of the device that `as_facts` wrote down, with what is known of each slot's memory."""
+    said = {each.name: facts[each.name] for each in fields(Device) if each.name in facts}
+    return Cluster(Device(**said | {"memory_bytes": memory_bytes}), node_size, Link(**facts["inside"]))

@@ -35,6 +35,7 @@ class Wishes:
 
     recompute: Recompute | None = None
     micro_batch: int | None = None
+    largest_micro_batch: int = LARGEST_MICRO_BATCH
     fixed: Mapping[str, int | bool] = field(default_factory=dict)
     """Fields of the layout's `Parallel` that have this value."""
     on_host: bool = False
@@ -164,7 +165,7 @@ class _Search:
     def _micro_batches(self, share: int, parallel: Parallel) -> list[int]:
         if self.wishes.micro_batch is not None:
             return [self.wishes.micro_batch] if share % self.wishes.micro_batch == 0 else []
-        return [size for size in divisors(share) if size <= LARGEST_MICRO_BATCH]
+        return [size for size in divisors(share) if size <= self.wishes.largest_micro_batch]
 
     def _may_fit(self, parallel: Parallel) -> bool:
         """Whether weights, gradients and optimizer alone leave room: what doesn't needs no closer look."""
@@ -188,7 +189,7 @@ class _Search:
     def room(self) -> float | None:
         """Bytes that a rank may fill; None where nobody knows."""
         available = self.cluster.device.memory_bytes
-        return None if available is None else available * (1 - memory.MARGIN)
+        return None if available is None else memory.usable(available)
 
     @cached_property
     def levels(self) -> Levels:
@@ -216,10 +217,14 @@ class _Search:
                 best.append(Candidate(layout, self.timer.terms(layout), self.needs(layout)))
                 continue
             refused[layout] = why
-            if level + 1 < len(self.levels):
+            if level + 1 < len(self.levels) and self._ever_fits(layout):
                 more = replace(layout, replayed=self.levels[level + 1])
                 heappush(waiting, (self.timer.terms(more).total, number, level + 1))
         return tuple(best), refused
+
+    def _ever_fits(self, layout: Layout) -> bool:
+        """Whether it does with most replayed."""
+        return self.refusal(replace(layout, replayed=self.levels[-1])) is None
 
     def needs(self, layout: Layout) -> Memory:
         """Bytes of the rank that needs most."""
@@ -236,6 +241,7 @@ class _Search:
                 micro_batches=layout.micro_batches(step),
                 packed=step.packed,
                 on_host=self.wishes.on_host,
+                compares=step.compares,
             )
         return self._needs[layout]
 
@@ -247,8 +253,9 @@ class _Search:
         needs = self.needs(layout)
         if needs.total <= room:
             return None
-        largest = needs.of(needs.largest)
-        return f"refused: a rank needs {gib(needs.total)}, {gib(largest)} of it {needs.largest}; {gib(room)} are free"
+        who = f"stage {needs.stage}" if layout.parallel.pipeline > 1 else "a rank"
+        largest = f"{gib(needs.of(needs.largest))} of it {needs.largest}"
+        return f"refused: {who} needs {gib(needs.total)}, {largest}; {gib(room)} are free"
 
     # Explaining
 
@@ -280,14 +287,19 @@ class _Search:
     def _loser(self, kind: str, alike: list[Layout], best: tuple[Candidate, ...], refused: dict[Layout, str]) -> Loser:
         """The fastest of these that fits, or the one that comes closest to fitting."""
         ordered = sorted(alike, key=lambda layout: self.timer.terms(layout).total)
-        for level in self.levels:
-            for layout in (replace(one, replayed=level) for one in ordered[:BEST]):
-                if layout in refused or self.refusal(layout) is not None:
-                    continue
-                return Loser(layout, f"{kind}: {self._slower(layout, best)}")
-        last = [replace(one, replayed=self.levels[-1]) for one in ordered[:BEST]]
+        ordered = [layout for layout in ordered if self._may_fit(layout.parallel)][:BEST] or ordered[:BEST]
+        fitting = [self._least(layout, refused) for layout in ordered if self._ever_fits(layout)]
+        if fitting:
+            fastest = min(fitting, key=lambda layout: self.timer.terms(layout).total)
+            return Loser(fastest, f"{kind}: {self._slower(fastest, best)}")
+        last = [replace(one, replayed=self.levels[-1]) for one in ordered]
         closest = min(last, key=lambda layout: self.needs(layout).total)
         return Loser(closest, f"{kind} {self.refusal(closest)}")
+
+    def _least(self, layout: Layout, refused: dict[Layout, str]) -> Layout:
+        """It, with as little replayed as fits; with most it does."""
+        each = (replace(layout, replayed=level) for level in self.levels)
+        return next(one for one in each if one not in refused and self.refusal(one) is None)
 
     def _slower(self, layout: Layout, best: tuple[Candidate, ...]) -> str:
         terms = self.timer.terms(layout)

@@ -41,6 +41,8 @@ class Step:
     lora: Lora | None = None
     packed: bool = False
     """Rows hold several documents."""
+    compares: bool = False
+    """Answers in pairs, under DPO."""
 
     @property
     def tokens(self) -> int:

@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from core import nodes
-from core.models import Model
+from core.models import Model, Node
+from engine.plan.cluster import Device, Link, as_facts
 from tests.api import driving
 from tests.api.test_models import MODEL
 from tests.api.test_requests import envelope
@@ -102,3 +103,34 @@ def test_a_base_that_is_only_planned_with_is_not_registered(live, http):
     with live.services.db.reading() as session:
         assert session.get(Model, folder.name) is None
     shutil.rmtree(folder)
+
+
+def test_a_plan_says_how_long_it_takes_by_what_a_node_measured_and_which_layouts_would_do(live, http):
+    device = Device("toy", {"fp32": 1e9}, bandwidth=1e9, efficiency=1.0, launch=1e-6, measured=True)
+    file = driving.upload(http)["id"]
+    asked = driving.spec(file, training={"steps": 4, "global_batch": 4}, resources={"gpus": 2})
+    before = http.post("/v1/plans", json=asked).json()
+    assert before["time"]["step_seconds"] is None
+    assert before["time"]["calibration"].startswith("not calibrated yet")
+    assert (before["alternatives"], before["lost"]) == ([], [])
+    with live.services.db.session() as session:
+        nodes.register(session, "slow", device="cpu", num_slots=2, rates=as_facts(device, Link(1e8, 1e-4)))
+    try:
+        plan = http.post("/v1/plans", json=asked).json()
+        job = http.post("/v1/jobs", json=asked).json()
+    finally:
+        with live.services.db.session() as session:
+            session.delete(session.get_one(Node, "slow"))
+    time = plan["time"]
+    assert sum(time["seconds_by_term"].values()) == pytest.approx(time["step_seconds"])
+    assert time["eta_seconds"] == pytest.approx(4 * time["step_seconds"])
+    assert time["calibration"] == "measured on a node (toy)"
+    # What auto takes is the best of the five.
+    best = plan["alternatives"][0]
+    assert (best["parallel"], best["micro_batch"]) == (plan["layout"]["parallel"], plan["layout"]["micro_batch"])
+    assert best["seconds"]["total"] == pytest.approx(time["step_seconds"])
+    assert len(plan["alternatives"]) == 5
+    assert plan["lost"]
+    assert job["plan"]["step_seconds"] == pytest.approx(time["step_seconds"])
+    # Nothing has run.
+    assert job["compared"] == {}

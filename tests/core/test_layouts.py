@@ -165,7 +165,7 @@ def test_the_papers_layout_of_a_trillion_weights_is_found_and_the_others_are_tol
     assert "of it gradients; 72 GiB are free" in why["replicas alone"]
     assert "tensor takes" in why["tensor=16"]
     assert "s more than the best" in why["tensor=16"]
-    assert "refused: a rank needs" in why["pipeline=8"]
+    assert "refused: stage 0 needs" in why["pipeline=8"]
 
 
 def test_none_of_the_best_five_needs_more_than_there_is_and_less_is_replayed_where_there_is_room() -> None:

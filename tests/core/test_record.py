@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sqlalchemy.orm import Session
 
-from core import events, jobs, metrics
+from core import events, jobs, metrics, plans
 from core.errors import InvalidMove
 from core.failures import of_event
 from core.keys import Account
@@ -278,3 +278,18 @@ def test_history_is_read_in_pages_of_either_order_and_by_type(session: Session) 
         "finished",
         "state",
     ]
+
+
+def test_at_the_end_the_plan_stands_beside_what_was_measured(session: Session) -> None:
+    plan = {"step_seconds": 2.0, "tokens_per_second": 64.0, "bytes_per_rank": {"total": 1000}}
+    job = make.job(session, state=S.RUNNING, attempt=1, plan=plan)
+    assert plans.compared(job.plan, job.progress) == {}
+    fast = {"step_seconds": 1.0, "tokens_per_second": 128.0, "memory_bytes": 1100}
+    first = make.step(1, seq=2, **fast | {"step_seconds": 9.0})
+    # A validation and a checkpoint are no part of a step that is planned.
+    third = make.step(3, seq=4, **fast | {"step_seconds": 4.0, "evaluation_seconds": 2.0, "checkpoint_seconds": 1.0})
+    jobs.record(session, job.id, fence=1, events=[started(1), first, make.step(2, seq=3, **fast), third])
+    compared = plans.compared(job.plan, job.progress)
+    assert compared["step_seconds"] == {"planned": 2.0, "measured": 1.0}
+    assert compared["tokens_per_second"] == {"planned": 64.0, "measured": 128.0}
+    assert compared["bytes_per_rank"] == {"planned": 1000, "measured": 1100}

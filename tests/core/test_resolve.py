@@ -17,6 +17,7 @@ from core.files import FileFacts
 from core.resolve import BaseFacts, ClusterFacts, Resolution, resolve
 from core.spec import JobSpec
 from engine.config import RunConfig
+from engine.plan.cluster import Device, Link, as_facts
 from tests import make
 
 
@@ -650,3 +651,69 @@ def test_recomputation_that_can_not_be_is_refused(recompute: dict[str, Any], par
     with pytest.raises(InvalidSpec, match=says) as refusal:
         resolved(FINETUNE, recompute=recompute)
     assert refusal.value.param == param
+
+
+# Time, and layouts that are left open
+
+
+def rates(**more: Any) -> dict[str, Any]:
+    """A node that computes at a billion FLOP/s a slot and has memory and links so fast that nothing else counts."""
+    device = Device("toy", {"fp32": 1e9, "bf16": 2e9}, bandwidth=1e30, efficiency=1.0, measured=True)
+    return as_facts(device, Link(1e30)) | more
+
+
+CALIBRATED = ClusterFacts(largest_node=4, slot_memory_bytes=2**34, rates=rates())
+
+
+def test_a_plan_says_how_long_a_step_takes_where_a_node_is_calibrated() -> None:
+    plan = resolved(SCRATCH, CALIBRATED, training={"steps": 10}).plan
+    # A job alone on a host has the cores of its four slots. 16 rows of 128 tokens; six operations a weight, of two
+    # layers and the output, and four times three for each of 128 x 128 pairs and 16 features, over both layers.
+    tokens = 16 * 128
+    flops = 6 * tokens * (2 * (4 * 256 + 3 * 16 * 64) + 260 * 16) + 12 * 2 * tokens * 128 * 16
+    assert plan["step_seconds"] == pytest.approx(flops / 4e9)
+    assert plan["tokens_per_second"] == pytest.approx(tokens / plan["step_seconds"])
+    assert plan["eta_seconds"] == pytest.approx(10 * plan["step_seconds"])
+    assert sum(plan["seconds_by_term"].values()) == pytest.approx(plan["step_seconds"])
+    assert plan["calibration"] == "measured on a node (toy)"
+    # 4000 characters of bytes are 32 rows.
+    assert plan["estimated_epochs"] == pytest.approx(10 * 16 / plan["estimated_rows"])
+
+
+def test_a_plan_says_that_no_node_is_calibrated_yet() -> None:
+    plan = resolved(SCRATCH).plan
+    assert plan["calibration"].startswith("not calibrated yet")
+    assert plan["step_seconds"] is plan["eta_seconds"] is None
+
+
+def test_auto_takes_the_fastest_layout_that_fits_where_it_is_known_how_fast_the_nodes_are() -> None:
+    # Links that cost a second a message: whoever says least is fastest, and a pipeline says more than replicas.
+    slow = replace(CALIBRATED, rates=rates(inside={"bytes_per_second": 1e30, "latency": 1.0}))
+    parallel = resolved(SCRATCH, slow, resources={"gpus": 4}).run.parallel
+    assert (parallel.data, parallel.tensor, parallel.pipeline, parallel.context) == (4, 1, 1, 1)
+    # Samples are answered without a pipeline.
+    said = {"training": {"steps": 10, "samples": 2}, "data": SCRATCH["data"] | {"validation": 0.5}}
+    assert resolved(SCRATCH, slow, resources={"gpus": 4}, **said).run.parallel.pipeline == 1
+
+
+def test_what_fits_in_no_layout_is_refused_with_why_the_obvious_ones_do_not() -> None:
+    small = replace(CALIBRATED, slot_memory_bytes=2**16)
+    with pytest.raises(
+        InvalidSpec, match=r"no layout of 4 slots fits: replicas alone refused: a rank needs"
+    ) as refused:
+        resolved(SCRATCH, small, resources={"gpus": 4})
+    assert refused.value.param == "resources"
+
+
+def test_no_more_is_replayed_than_memory_requires() -> None:
+    roomy = ClusterFacts(largest_node=4, slot_memory_bytes=2**34)
+    training = {"steps": 10, "micro_batch": 4}
+    plan = resolved(SCRATCH, roomy, training=training).plan
+    assert plan["recomputed"] == []
+    needs = plan["bytes_per_rank"]["total"]
+    # A tenth stays free; a little less than what it needs is too little to replay nothing.
+    tight = replace(roomy, slot_memory_bytes=int(needs / 0.9 * 0.99))
+    assert resolved(SCRATCH, tight, training=training).plan["recomputed"] != []
+    # Where nobody knows how much there is, what costs next to nothing is replayed.
+    unknown = replace(roomy, slot_memory_bytes=None)
+    assert resolved(SCRATCH, unknown, training=training).plan["recomputed"] == ["norm", "activation"]

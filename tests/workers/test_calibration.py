@@ -1,0 +1,64 @@
+"""What a host measures of itself when it starts: kept beside its data, and in its row, where plans find it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from core import nodes
+from core.services import Services
+from engine.plan.cluster import from_facts
+from workers.calibration import FILE, Calibration
+from workers.hardware import Hardware, parse
+
+SLOTS = Hardware("cpu", 2, slot_memory_bytes=2**30)
+
+
+def test_a_host_measures_once_and_plans_go_by_what_it_found(services: Services) -> None:
+    calibration = Calibration(services.settings, SLOTS)
+    facts = calibration.facts()
+    assert facts is not None
+    cluster = from_facts(facts, memory_bytes=2**30, node_size=2)
+    device = cluster.device
+    assert device.measured
+    # Any machine of these years does more than a hundred million a second, and less than a thousand billion a core.
+    assert all(1e8 < rate < 1e15 for rate in device.flops.values())
+    assert 1e7 < device.bandwidth < 1e13
+    assert 1e-8 < device.launch < 1e-2
+    kept = services.settings.data_dir / FILE
+    said = json.loads(kept.read_text())
+    kept.write_text(json.dumps(said | {"facts": said["facts"] | {"bandwidth": 1.0}}))
+    again = calibration.facts()
+    assert again is not None
+    assert again["bandwidth"] == 1.0
+    other = Calibration(services.settings, replace(SLOTS, num_slots=1))
+    assert other.of != calibration.of
+    with services.db.session() as session:
+        nodes.rate(session, "here", facts)
+    with services.db.reading() as session:
+        known = nodes.cluster(session).rates
+    assert known == facts
+
+
+def test_a_damaged_cache_is_not_believed(services: Services) -> None:
+    calibration = Calibration(services.settings, SLOTS)
+    calibration.cache.write_text('{"of": 3')
+    assert calibration._kept() is None
+    calibration.cache.write_text(json.dumps({"of": calibration.of, "facts": {"name": "cpu"}}))
+    assert calibration._kept() is None
+
+
+def test_a_gpu_is_known_by_its_data_sheet_until_it_is_measured(services: Services) -> None:
+    hardware = parse("0, GPU-1, NVIDIA A100-SXM4-80GB, 81920\n", None)
+    assert hardware is not None
+    assert hardware.rates is not None
+    assert (hardware.rates["name"], hardware.rates["measured"]) == ("A100", False)
+    with services.db.session() as session:
+        nodes.register(session, "gpus", device="cuda", num_slots=1, rates=hardware.rates)
+        measured = hardware.rates | {"measured": True, "flops": {"bf16": 1e12}}
+        nodes.register(session, "faster", device="cuda", num_slots=1, rates=measured)
+        # What was measured comes before what a table says.
+        assert nodes.cluster(session).rates == measured
+    strange = parse("0, GPU-1, Abacus 3000, 81920\n", None)
+    assert strange is not None
+    assert strange.rates is None

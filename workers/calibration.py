@@ -1,0 +1,96 @@
+"""How fast this host's slots really are: asked of the engine once, aside, and remembered beside the data.
+
+The engine measures, in a process of its own; what it found goes into the node's row, where plans find it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from core.settings import Settings, trainer_environment
+from engine.plan.cluster import from_facts
+from workers.hardware import Hardware, cores
+
+log = structlog.get_logger(__name__)
+
+MOST_SECONDS = 120.0
+"""Beginning takes far longer than measuring on a host that is busy."""
+FILE = "calibration.json"
+
+
+class Calibration:
+    """One host's; `stop` ends it early."""
+
+    def __init__(self, settings: Settings, hardware: Hardware) -> None:
+        self.cache = settings.data_dir / FILE
+        self.hardware = hardware
+        self.of = [settings.node_name, hardware.device, hardware.num_slots, hardware.slot_memory_bytes, cores()]
+        """What the figures hold for."""
+        self._process: subprocess.Popen[str] | None = None
+
+    def facts(self) -> dict[str, Any] | None:
+        """What the engine finds a slot to do, or found when it was asked before; None: it failed, or was stopped."""
+        if (known := self._kept()) is not None:
+            return known
+        facts = self._measured()
+        if facts is not None:
+            self._keep(facts)
+        return facts
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def command(self) -> list[str]:
+        device = self.hardware.device
+        threads = ["--threads", str(max(1, cores() // self.hardware.num_slots))] if device == "cpu" else []
+        return [sys.executable, "-m", "engine", "calibrate", "--device", device, *threads]
+
+    def _measured(self) -> dict[str, Any] | None:
+        devices = range(self.hardware.num_slots) if self.hardware.device == "cuda" else ()
+        try:
+            self._process = subprocess.Popen(
+                self.command(),
+                env=trainer_environment(devices),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            with self._process as process:
+                try:
+                    said, _ = process.communicate(timeout=MOST_SECONDS)
+                finally:
+                    process.kill()
+            return _checked(json.loads(said))
+        except (subprocess.SubprocessError, OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("host not calibrated; plans go by a data sheet, or say nothing of time", error=str(error))
+            return None
+
+    def _kept(self) -> dict[str, Any] | None:
+        try:
+            kept = json.loads(self.cache.read_text())
+            return _checked(kept["facts"]) if kept["of"] == self.of else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _keep(self, facts: dict[str, Any]) -> None:
+        new: Path = self.cache.with_suffix(".new")
+        try:
+            new.write_text(json.dumps({"of": self.of, "facts": facts}))
+            os.replace(new, self.cache)
+        except OSError as error:
+            log.warning("calibration not kept; the next start measures again", error=str(error))
+
+
+def _checked(facts: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError, KeyError or TypeError where these are no facts."""
+    from_facts(facts, memory_bytes=None, node_size=1)
+    return facts
