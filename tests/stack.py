@@ -1,4 +1,4 @@
-"""The service as it runs, for tests that need all of it: broker, database, storage, node and upkeep, as real processes.
+"""The service as it runs, for tests that need all of it: broker, database, storage and each part, as real processes.
 
 What a test breaks, it breaks from outside: by signals to these processes, or in the rows.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from core.services import Services
 from core.settings import Settings
 from core.spec import JobSpec
 from core.states import HELD, TERMINAL, JobState
+from tests.servers import Server
 
 T = TypeVar("T")
 
@@ -36,8 +38,9 @@ ADMIN_KEY = "the-key-of-all-the-tests"
 LOOK_SECONDS = 0.05
 PATIENCE_SECONDS = 100.0
 """For what takes a few seconds on an idle machine; tests may share theirs with much else."""
-PARTS = {"node": "workers.node", "upkeep": "workers.upkeep"}
+PARTS = {"node": "workers.node", "upkeep": "workers.upkeep", "api": "api.server"}
 """Name of a part and the module that it is."""
+WITHOUT_API = ("node", "upkeep")
 
 TEXT = "\n".join(f"the {word} fox jumps over {count} lazy dogs" for count in range(40) for word in ("quick", "brown"))
 
@@ -51,16 +54,22 @@ TINY: dict[str, Any] = {
 class Stack:
     """Everything on one temporary data directory; at the end nothing of it is left."""
 
-    def __init__(self, data_dir: Path, *, parts: Sequence[str] = tuple(PARTS), **settings: Any) -> None:
+    def __init__(self, data_dir: Path, *, parts: Sequence[str] = WITHOUT_API, **settings: Any) -> None:
         quick: dict[str, Any] = {"lease_seconds": 3.0, "stop_grace_seconds": 20.0, "cancel_grace_seconds": 1.0}
         quick |= {"slots": 2, "calibrate": False}
         self.settings = Settings(data_dir=data_dir, admin_key=ADMIN_KEY, node_name="host-a", **quick | settings)
         self.parts: dict[str, subprocess.Popen[bytes]] = {}
         self._names = parts
         self._exit = ExitStack()
+        self.postgresql: Server | None = None
+        """The server of its database, for a drill that harms that."""
+        self.looks: list[Callable[[], object]] = []
+        """What is done, besides, at each look of whoever waits."""
 
     def __enter__(self) -> Self:
         self.settings.data_dir.mkdir(parents=True, exist_ok=True)
+        # As `trainshed serve` does it: what listens outlives an API that dies.
+        self.listening = self._exit.enter_context(socket.create_server(("127.0.0.1", 0)))
         self._exit.enter_context(broker.running(self.settings))
         schema.upgrade(self.settings.database)
         self.services = self._exit.enter_context(Services(self.settings))
@@ -82,14 +91,16 @@ class Stack:
 
     def start(self, name: str) -> None:
         """Start a part as `trainshed serve` does."""
+        fds = (self.listening.fileno(),) if name == "api" else ()
         with self.log_path(name).open("ab") as output:
             self.parts[name] = subprocess.Popen(
-                [sys.executable, "-m", PARTS[name]],
+                [sys.executable, "-m", PARTS[name], *(word for fd in fds for word in ("--fd", str(fd)))],
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                pass_fds=fds,
             )
 
     def stop(self, name: str, *, seconds: float = 40) -> int:
@@ -97,6 +108,23 @@ class Stack:
         part = self.parts.pop(name)
         part.terminate()
         return part.wait(seconds)
+
+    def fell(self, name: str) -> None:
+        """Kill a part and start it again, as whoever keeps the service up would."""
+        part = self.parts.pop(name)
+        part.kill()
+        part.wait()
+        self.start(name)
+
+    @property
+    def kind(self) -> str:
+        """Of its database."""
+        return "sqlite" if self.settings.database_url is None else "postgresql"
+
+    @property
+    def url(self) -> str:
+        """Of the API."""
+        return f"http://127.0.0.1:{self.listening.getsockname()[1]}"
 
     def environment(self) -> dict[str, str]:
         """That of a service which was configured by its variables, one thread per rank."""
@@ -139,7 +167,14 @@ class Stack:
         self, *, steps: int, checkpoint_every: int, ranks: int = 1, max_runtime: str | None = None, **training: Any
     ) -> str:
         """A tiny pretraining job; its id."""
-        spec: dict[str, Any] = {
+        spec = self.spec(steps=steps, checkpoint_every=checkpoint_every, ranks=ranks, **training)
+        if max_runtime is not None:
+            spec["max_runtime"] = max_runtime
+        return self.create(spec)
+
+    def spec(self, *, steps: int, checkpoint_every: int, ranks: int = 1, **training: Any) -> dict[str, Any]:
+        """What a tiny pretraining job asks for."""
+        return {
             "kind": "pretrain",
             "model": TINY,
             "tokenizer": {"type": "bytes"},
@@ -150,8 +185,8 @@ class Stack:
             },
             "parallel": {"tensor": ranks},
         }  # fmt: skip
-        if max_runtime is not None:
-            spec["max_runtime"] = max_runtime
+
+    def create(self, spec: Mapping[str, Any]) -> str:
         with self.services.db.session() as session:
             return jobs.create(session, self.owner, JobSpec.model_validate(spec), settings=self.settings).id
 
@@ -204,6 +239,8 @@ class Stack:
         """What `claim` returns once that is true; fails, naming `what`, when it takes too long."""
         deadline, pause = monotonic() + seconds, Event()
         while not (value := claim()):
+            for look in self.looks:
+                look()
             if monotonic() > deadline:
                 error = AssertionError(f"{what}: not within {seconds:g} s")
                 error.add_note(self.logs())
@@ -255,6 +292,11 @@ class Stack:
         """The processes that train, without the one that launched them."""
         return [process for process in self.processes(job_id) if "launch" not in _command(process)]
 
+    def brokers(self) -> list[psutil.Process]:
+        """The Valkey of this stack."""
+        socket = str(self.settings.broker_socket)
+        return [process for process, command in _commands() if any(socket in word for word in command)]
+
     def workers(self) -> list[psutil.Process]:
         """The Celery worker of this stack and the children of its pool."""
         node = psutil.Process(self.parts["node"].pid)
@@ -287,8 +329,9 @@ class Stack:
 
     def assert_each_step_once(self, job_id: str, steps: int) -> None:
         """Metrics and events have every step of the job, dense and once."""
-        assert self.steps(job_id) == list(range(1, steps + 1))
-        assert self.step_events(job_id) == list(range(1, steps + 1))
+        for found in (self.steps(job_id), self.step_events(job_id)):
+            assert sorted(set(found)) == found, "a step stands there twice, or before an earlier one"
+            assert set(found) == set(range(1, steps + 1)), f"missing: {sorted({*range(1, steps + 1)} - {*found})}"
 
 
 def lives(process: psutil.Process) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import Stack
+from tests.stack import PARTS, Stack
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,10 @@ def stack_on(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Stack]]
             # Not pytest's folder: with its name, the broker's socket would not fit beneath it.
             folder = Path(stacks.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
             url = request.getfixturevalue("new_postgresql")(folder) if kind == "postgresql" else None
-            return stacks.enter_context(Stack(folder / "shed", database_url=url))
+            stack = stacks.enter_context(Stack(folder / "shed", parts=tuple(PARTS), slots=4, database_url=url))
+            if url is not None:
+                stack.postgresql = request.getfixturevalue("postgresql")
+            return stack
 
         yield on
 

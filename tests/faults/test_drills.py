@@ -4,46 +4,11 @@ from __future__ import annotations
 
 import signal
 
-import pytest
-
 from core.states import JobState
 from tests.stack import Stack, kill, lives
 
 STEPS, EVERY = 200, 20
 FOREVER = 1_000_000
-
-
-@pytest.mark.parametrize("each_stack", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
-def test_a_dead_worker_costs_nothing_and_a_dead_supervisor_and_then_a_dead_rank_cost_time_and_no_step(
-    each_stack: Stack,
-) -> None:
-    stack = each_stack
-    job_id = stack.submit(steps=STEPS, checkpoint_every=EVERY, ranks=2)
-    stack.until(lambda: stack.job(job_id).node, "placement")
-    # As often as upkeep may send them again.
-    for _ in range(5):
-        stack.services.queue.start(job_id, "host-a")
-        stack.services.queue.nudge()
-    stack.until_step(job_id, 1)
-    before = stack.workers()
-    kill(before)
-
-    stack.until_step(job_id, 2 * EVERY, attempt=1)
-    assert stack.states(job_id) == ["queued", "starting", "running"]
-    assert len(stack.ranks(job_id)) == 2
-    kill(stack.supervisors(job_id))
-    # Their pipe to the supervisor ends with it; the lease need not be over.
-    stack.until(lambda: not stack.processes(job_id), "the ranks' end", seconds=2)
-
-    stack.until(lambda: stack.job(job_id).attempt == 2, "the second attempt")
-    assert set(stack.workers()) - set(before), "another worker is in its place"
-    stack.until(lambda: stack.job(job_id).losses == 0, "a new checkpoint, which ends the row of losses")
-    kill(stack.ranks(job_id)[1:])
-
-    stack.until_state(job_id, JobState.SUCCEEDED)
-    assert stack.job(job_id).attempt == 3
-    stack.assert_each_step_once(job_id, STEPS)
-    stack.assert_at_rest(job_id)
 
 
 def test_a_supervisor_that_stood_still_past_its_lease_finds_its_ranks_dead_and_writes_nothing(

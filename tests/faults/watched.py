@@ -1,0 +1,170 @@
+"""What must hold of a job whatever is done around it, while it runs and at its end: one checker for all drills."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from core import artifacts, checkpoints, metrics
+from core.models import Job
+from core.states import HELD, TERMINAL, JobState
+from tests.stack import ADMIN_KEY, Stack
+
+if TYPE_CHECKING:
+    from tests.faults.drills import Drill
+
+RESTING = frozenset({JobState.CANCELLED, JobState.PAUSED, JobState.SUCCEEDED, JobState.FAILED})
+ANSWER_SECONDS = 20.0
+"""How long an API that has just been started again may take to answer."""
+
+
+class Watched:
+    """One job of a stack. From its submit until `close`, whoever waits on the stack also looks at it."""
+
+    def __init__(self, stack: Stack, *, steps: int, checkpoint_every: int, ranks: int = 2, **rest: Any) -> None:
+        self.stack, self.steps = stack, steps
+        self.spec = stack.spec(steps=steps, checkpoint_every=checkpoint_every, ranks=ranks) | rest
+        self.id = stack.create(self.spec)
+        self.saved = 0
+        """The step of the newest checkpoint that a drill has met."""
+        stack.looks.append(self.look)
+
+    def close(self) -> None:
+        self.stack.looks.remove(self.look)
+
+    # While it runs
+
+    def look(self) -> None:
+        """Never two attempts at once; and whoever says that the job rests says so when nothing of it is left."""
+        # Said first, then looked for: what is found was there after it was said.
+        said = None
+        with suppress(Exception):
+            # A drill may have taken the database away.
+            said = self.stack.job(self.id).state
+        at_work = working_on(self.stack.settings.runs / self.id)
+        assert len(at_work) <= 1, f"two attempts at once: {at_work}"
+        if said in RESTING:
+            assert not at_work, f"the job is said to be {said}, and these still work for it: {at_work}"
+
+    # What is done to it
+
+    def meet(self, drill: Drill) -> None:
+        """Do it, right after a checkpoint, and see the job go on."""
+        before = self.stack.until(self.newly_saved, f"a checkpoint to begin {drill.name} after")
+        drill.do(self)
+        fewest, most = drill.attempts
+        step = before.last_step if fewest else self.stack.job(self.id).last_step
+
+        def went_on() -> bool:
+            job = self.stack.job(self.id)
+            assert job.state not in TERMINAL, f"it is {job.state} before it has met all drills: {job.error}"
+            lost = job.attempt - before.attempt
+            assert lost <= most, f"{drill.name} has cost {lost} attempts"
+            return job.state is JobState.RUNNING and lost >= fewest and job.last_step > step
+
+        self.stack.until(went_on, f"a step after {drill.name}")
+
+    def newly_saved(self) -> Job | None:
+        """The job, once the attempt that runs has published a checkpoint that no drill has met."""
+        with self.stack.services.db.reading() as session:
+            newest = checkpoints.latest(session, self.id)
+        job = self.stack.job(self.id)
+        assert job.state not in TERMINAL, f"it is {job.state} before it has met all drills: {job.error}"
+        if newest is None or newest.attempt != job.attempt or newest.step <= self.saved:
+            return None
+        self.saved = newest.step
+        return job
+
+    # At its end
+
+    def assert_whole(self) -> None:
+        """The job has succeeded, and nobody can tell from it that anything was done."""
+        job = self.stack.until_state(self.id, JobState.SUCCEEDED)
+        self.stack.assert_each_step_once(self.id, self.steps)
+        assert result(self.stack, self.id) == undisturbed(self)
+        attempts = self.stack.attempts(self.id)
+        assert all(one < another for one, another in pairwise(attempts)), f"attempts that wrote in turns: {attempts}"
+        self.assert_at_rest(job)
+
+    def assert_at_rest(self, job: Job) -> None:
+        """No process works for it, it holds no slot, and the API says of it what the row says."""
+        assert job.state not in HELD
+        self.stack.assert_at_rest(self.id)
+        assert answered(self.stack, f"/v1/jobs/{self.id}")["state"] == job.state
+        assert answered(self.stack, "/readyz")
+
+
+def working_on(folder: Path) -> dict[str, list[int]]:
+    """By attempt, the processes of the engine that are alive in its run directory."""
+    found: dict[str, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError, ValueError):
+            # What is dead, or has begun to die, has no words any more.
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            for word in words:
+                is_its = word.startswith(f"{folder}/") and word.endswith("/run.json")
+                if is_its and not ends(int(path.parent.name)):
+                    found.setdefault(Path(word).parent.name, []).append(int(path.parent.name))
+    return found
+
+
+def ends(pid: int) -> bool:
+    """Whether it has a SIGKILL to die of and only not been given the time to."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return "State:\tZ" in status or any(
+            int(line.split()[1], 16) & 1 << 8 for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))
+        )
+    except OSError:
+        return True
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a job leaves that must not depend on what it met."""
+
+    losses: list[tuple[int, float]]
+    """Of each step."""
+    weights: dict[str, str]
+    """SHA-256 of each file."""
+
+
+_undisturbed: dict[str, Result] = {}
+
+
+def undisturbed(job: Watched) -> Result:
+    """That of the same job with nothing done to it, run once for all stacks."""
+    asked = json.dumps({**job.spec, "data": None}, sort_keys=True)
+    if asked not in _undisturbed:
+        job_id = job.stack.create(job.spec)
+        job.stack.until_state(job_id, JobState.SUCCEEDED)
+        assert job.stack.job(job_id).attempt == 1, "what should have been left alone was not"
+        _undisturbed[asked] = result(job.stack, job_id)
+    return _undisturbed[asked]
+
+
+def result(stack: Stack, job_id: str) -> Result:
+    with stack.services.db.reading() as session:
+        losses = metrics.series(session, job_id, names=["loss"], max_points=None)["loss"]
+        found = {file.path: file.sha256 for file in artifacts.of_job(session, job_id)}
+    weights = {path: digest for path, digest in found.items() if path.endswith(".safetensors")}
+    assert weights, f"no weights among {sorted(found)}"
+    return Result(losses, weights)
+
+
+def answered(stack: Stack, path: str) -> Any:
+    """What the API says, once it answers."""
+
+    def answer() -> httpx.Response | None:
+        with suppress(httpx.TransportError):
+            response = httpx.get(stack.url + path, headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=10)
+            return response if response.status_code == 200 else None
+        return None
+
+    return stack.until(answer, f"an answer to {path}", seconds=ANSWER_SECONDS).json()
