@@ -25,6 +25,7 @@ from engine.events import (
     Outliers,
     Sample,
     Samples,
+    Spike,
     Started,
     Step,
 )
@@ -82,6 +83,10 @@ def append(session: Session, job: Job, event: Event) -> None:
             metrics.insert_between(session, job.id, event.step, numbers)
         case CheckpointSaved():
             return
+        case Spike():
+            # It comes after its step: where that was recorded before, so was this.
+            if event.step < job.last_step:
+                return
         case Outliers():
             event = event.model_copy(update={"documents": _by_id(job, event.documents)})
         case Samples():
@@ -95,7 +100,7 @@ def append(session: Session, job: Job, event: Event) -> None:
         session,
         job,
         type=event.type,
-        level=event.level if isinstance(event, Log) else "error" if isinstance(event, Failed) else "info",
+        level=_level(event),
         message=_WORDS[event.type](event),
         data=event.model_dump(mode="json", exclude={"seq", "time", "type", "level"}),
         created_at=event.time or None,
@@ -142,6 +147,17 @@ def storable(value: Any) -> Any:
             return value
 
 
+def _level(event: Event) -> str:
+    match event:
+        case Log():
+            return event.level
+        case Failed():
+            return "error"
+        case Spike():
+            return "warning"
+    return "info"
+
+
 def _by_id(job: Job, named: tuple[Named, ...]) -> tuple[Named, ...]:
     """With the ids of files, by which those who uploaded them know them."""
     of, paths = job.spec["data"], job.run_config["data"]
@@ -185,6 +201,9 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     ),
     "step": lambda event: f"step {event.step}: loss {event.loss:.4f}",
     "evaluated": lambda event: f"step {event.step}: validation loss {event.loss:.4f}",
+    "spike": lambda event: (
+        f"step {event.step}: the loss, {event.loss:.4f}, lies far above that of the steps before ({event.usual:.4f})"
+    ),
     "outliers": lambda event: (
         "examples with the highest loss: "
         + ", ".join(f"{each.file} line {each.line} ({each.loss:.2f})" for each in event.documents[:3])

@@ -177,6 +177,7 @@ def resolve(
             recompute=recompute,
             export=_export(spec, base, shape, tokenizer),
             device=cluster.device,
+            stall_seconds=spec.training.stall_seconds,
             peak_flops_per_rank=cluster.slot_peak_flops if precision == "bf16" else None,
         )
     except ValidationError as error:
@@ -722,6 +723,8 @@ def _training(
         samples=ask.samples,
         non_finite=ask.non_finite,
         max_recoveries=ask.max_recoveries,
+        roll_back_checkpoints=ask.roll_back_checkpoints,
+        check_replicas_every=ask.check_replicas_every,
     )
 
 

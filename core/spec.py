@@ -263,6 +263,14 @@ class TrainingAsk(Ask):
     of its rows do, the weights are to blame: then skip stops too, and roll_back goes back."""
     max_recoveries: Whole = Field(3, ge=1)
     """Times that it may skip or roll back before it stops."""
+    roll_back_checkpoints: Whole = Field(1, ge=1)
+    """Checkpoints that roll_back goes back by: 1 is to the newest; to the oldest that is kept where there are fewer."""
+    stall_seconds: Real | None = Field(600.0, ge=1, le=7 * 24 * 3600)
+    """Training in which nothing goes on for so long begins again from its checkpoint, the stacks of all ranks in its
+    logs. A step may be found to stand still sooner, by what steps of this job usually take; null waits for ever."""
+    check_replicas_every: Whole | None = Field(100, ge=1)
+    """Steps between comparisons of what several ranks must hold alike, bit for bit; null compares before checkpoints
+    only."""
 
     @model_validator(mode="after")
     def one_length(self) -> Self:

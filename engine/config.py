@@ -592,6 +592,9 @@ class Training(Part):
     fails as stop does, and roll_back goes back."""
     max_recoveries: int = Field(3, ge=1)
     """Times that a run may skip or roll back before it stops."""
+    roll_back_checkpoints: int = Field(1, ge=1)
+    """Checkpoints that roll_back goes back by, of those that this attempt has saved or gone on from; where there are
+    fewer, to the oldest."""
     check_replicas_every: int | None = Field(100, ge=1)
     """Steps between comparisons of what several ranks must hold alike; None compares before checkpoints only."""
 
@@ -599,6 +602,11 @@ class Training(Part):
     def one_length_and_whole_batches(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("set exactly one of training.steps and training.epochs")
+        if self.roll_back_checkpoints > self.keep_checkpoints:
+            raise ValueError(
+                f"training.roll_back_checkpoints={self.roll_back_checkpoints} needs so many kept; raise "
+                f"training.keep_checkpoints, which is {self.keep_checkpoints}"
+            )
         return self
 
     def check(self, parallel: Parallel) -> None:

@@ -130,6 +130,16 @@ class Evaluated(EventBase):
     """Share of the pairs whose better answer has gained more."""
 
 
+class Spike(EventBase):
+    """A step's loss lies far above those of the steps before it."""
+
+    type: Literal["spike"] = "spike"
+    step: int
+    loss: float
+    usual: float
+    """Median loss of the steps before, 64 of them at most."""
+
+
 class Outlier(BaseModel):
     """A training document that is learned worse than others."""
 
@@ -280,6 +290,7 @@ Event = Annotated[
     Started
     | Step
     | Evaluated
+    | Spike
     | Outliers
     | Samples
     | Choices

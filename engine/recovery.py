@@ -63,12 +63,15 @@ def count_recovery(work: Work, trouble: NonFinite) -> str:
 
 
 def go_back(work: Work) -> None:
-    """To the last checkpoint; where there is none yet, to the beginning."""
-    if work.newest is None:
+    """By as many checkpoints as the run says, to the oldest where there are fewer; without any, to the beginning."""
+    work.saves = work.saves[: max(1, len(work.saves) + 1 - work.run.training.roll_back_checkpoints)]
+    if not work.saves:
         fresh = ready_model(work.run, work.run_dir, work.mesh, work.tokenizer)
         work.optimizer.restart(dict(fresh.named_parameters()))
         work.step = work.tokens = 0
         work.course = Course()
     else:
-        facts = checkpoint.load(work.newest, work.optimizer, base=work.base, scale=work.scale)
+        facts = checkpoint.load(work.saves[-1], work.optimizer, base=work.base, scale=work.scale)
+        # A later one that was gone back from has rows in it that this time are left out: it is saved anew.
+        work.wish.safe_step = facts.step
         work.step, work.tokens, work.course = facts.step, facts.tokens, facts.course

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from engine.events import Failed
 from engine.stacks import Frame, in_words
@@ -21,6 +23,11 @@ LATE_SECONDS = 1.0
 """A look that comes later than that shows that the launcher had no time either."""
 USUAL_TIMES = 3
 """A run that was still for long and went on may be still for so many times as long."""
+USUAL_STEPS = 50
+"""A step that stands still for the time of so many usual ones has stalled, be it sooner than `stall_seconds`."""
+LEAST_SECONDS = 60.0
+"""But no sooner than that, however short steps are: hosts have their moments."""
+STEPS_REMEMBERED, FEWEST_STEPS = 64, 4
 
 
 class Stillness:
@@ -33,23 +40,47 @@ class Stillness:
         self.seconds = 0.0
         """So long nobody has gone on."""
         self._usual = 0.0
+        self._step = 0
+        """That which the hindmost rank was last seen in."""
+        self._step_seconds = 0.0
+        """So long it has been in it."""
+        self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)
+        """Seconds of each of the last steps, as far as looks can tell them apart."""
         self._seen: Sequence[Place | None] | None = None
         self._looked: float | None = None
 
     def is_too_long(self, places: Sequence[Place | None], now: float) -> bool:
         """Look at where the ranks are `now`, in seconds on any clock; whether the run has stalled."""
+        # Where the host slept, or the whole group was stopped, the ranks had no time either.
+        passed = 0.0 if self._looked is None else min(now - self._looked, self.interval + LATE_SECONDS)
+        self._time_steps(places, passed)
         if places != self._seen:
             if self._seen is not None and not in_long_call(self._seen):
                 self._usual = max(self._usual, self.seconds)
             self._seen, self.seconds = places, 0.0
-        elif self._looked is not None:
-            # Where the host slept, or the whole group was stopped, the ranks had no time either.
-            self.seconds += min(now - self._looked, self.interval + LATE_SECONDS)
+        else:
+            self.seconds += passed
         self._looked = now
         return self.seconds >= self._limit(places)
 
+    def _time_steps(self, places: Sequence[Place | None], passed: float) -> None:
+        """Take note of how long steps take, by what a look finds after so many seconds."""
+        step = min((0 if place is None else place.step for place in places), default=0)
+        self._step_seconds += passed
+        if step > self._step:
+            done = step - self._step
+            # Not the first: it begins before anybody looks, and waits for much that later ones find ready.
+            if self._step:
+                self._steps.extend([self._step_seconds / done] * min(done, STEPS_REMEMBERED))
+            self._step_seconds = 0.0
+        self._step = step
+
     def _limit(self, places: Sequence[Place | None]) -> float:
-        least = max(self.stall_seconds, LONG_CALL_SECONDS) if in_long_call(places) else self.stall_seconds
+        if in_long_call(places):
+            return max(self.stall_seconds, LONG_CALL_SECONDS, USUAL_TIMES * self._usual)
+        least = self.stall_seconds
+        if len(self._steps) >= FEWEST_STEPS and all(place is not None and place.phase == "step" for place in places):
+            least = min(least, max(LEAST_SECONDS, USUAL_STEPS * median(self._steps)))
         return max(least, USUAL_TIMES * self._usual)
 
 
@@ -118,7 +149,7 @@ def verdict(ranks: Sequence[Found], *, seconds: float) -> Failed:
     return Failed(
         code="stalled",
         message=f"the run has not gone on for {seconds:.3g} seconds{_when(rank.place)}: {found}",
-        hint="The stacks of all ranks are in their logs. If it was only slow, lengthen stall_seconds in run.json.",
+        hint="The stacks of all ranks are in their logs. If it was only slow, lengthen training.stall_seconds.",
         rank=number,
     )
 

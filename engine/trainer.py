@@ -27,7 +27,7 @@ from engine.culprits import NonFinite, in_step, in_validation
 from engine.data.loader import Loader
 from engine.data.prepare import Prepared
 from engine.data.rows import Rows
-from engine.events import CheckpointSaved, Evaluated, Event, Finished, Log, Started, Step, Stopped
+from engine.events import CheckpointSaved, Evaluated, Event, Finished, Log, Spike, Started, Step, Stopped
 from engine.export import export
 from engine.loss import SUMS, means
 from engine.makings import blame, ready_data, ready_model, ready_optimizer
@@ -43,6 +43,7 @@ from engine.replicas import Replicas
 from engine.samples import samples
 from engine.saving import Saved, Saver, Stage
 from engine.schedule import learning_rate
+from engine.spikes import Spikes
 from engine.stop import StopWish
 from engine.tokenizer import Tokenizer
 from engine.whereabouts import Whereabouts
@@ -125,6 +126,7 @@ class Work:
         self.passes = Passes(decoder)
         self.loader = self._loader(prepared.train)
         self.outliers = Outliers(self.loader, decoder.context, most=training.outliers)
+        self.spikes = Spikes()
         self.replayed = budget.replayed_by_layer(run, decoder.shape)
         """Operations that are run again in backward, of each layer of the whole model."""
         self.step = 0
@@ -135,8 +137,8 @@ class Work:
         """How the validation loss has gone."""
         self.recoveries = 0
         """Steps skipped or gone back from, since they were not finite."""
-        self.newest: Path | None = None
-        """The checkpoint that the run would go back to."""
+        self.saves: list[Path] = []
+        """Checkpoints that the run could go back to, the newest last; on every rank the same."""
         self.replicas = Replicas(decoder, self.optimizer, mesh)
         self.saver = Saver(
             run_dir / CHECKPOINTS,
@@ -182,8 +184,8 @@ class Work:
         """Go on from the run's checkpoint, if it has one."""
         if self.run.resume is None:
             return
-        self.newest = self.run_dir / self.run.resume
-        facts = checkpoint.load(self.newest, self.optimizer, base=self.base, scale=self.scale)
+        self.saves = [self.run_dir / self.run.resume]
+        facts = checkpoint.load(self.saves[-1], self.optimizer, base=self.base, scale=self.scale)
         self.step, self.tokens, self.wish.safe_step = facts.step, facts.tokens, facts.step
         self.course = facts.course
         self.loader.go_on(step=facts.step, rows=facts.rows)
@@ -311,6 +313,8 @@ class Work:
                 **speeds(self.run, self.decoder.shape, tokens=tokens, pairs=pairs, replayed=self.replayed, parts=parts),
             )
         )
+        if (usual := self.spikes.begins(loss)) is not None:
+            self.emit(Spike(step=number, loss=loss, usual=usual))
 
     def warn(self, message: str) -> None:
         self.emit(Log(level="warning", message=message))
@@ -383,7 +387,8 @@ class Work:
 
     def tell_saved(self, saved: Saved) -> None:
         """A checkpoint is published: the run can go on from it."""
-        self.wish.safe_step, self.newest = saved.facts.step, saved.path
+        self.wish.safe_step = saved.facts.step
+        self.saves = [*self.saves, saved.path][-self.run.training.keep_checkpoints :]
         self.emit(
             CheckpointSaved(
                 step=saved.facts.step,

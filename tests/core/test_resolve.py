@@ -717,3 +717,16 @@ def test_no_more_is_replayed_than_memory_requires() -> None:
     # Where nobody knows how much there is, what costs next to nothing is replayed.
     unknown = replace(roomy, slot_memory_bytes=None)
     assert resolved(SCRATCH, unknown, training=training).plan["recomputed"] == ["norm", "activation"]
+
+
+def test_what_a_job_says_of_stalls_replicas_and_going_back_reaches_its_run() -> None:
+    asked = {"stall_seconds": 30, "check_replicas_every": None, "non_finite": "roll_back", "roll_back_checkpoints": 2}
+    run = resolved(SCRATCH, training={"steps": 10, **asked}).run
+    assert (run.stall_seconds, run.training.check_replicas_every, run.training.roll_back_checkpoints) == (30.0, None, 2)
+    usual = resolved(SCRATCH, training={"steps": 10}).run
+    assert (usual.stall_seconds, usual.training.check_replicas_every) == (600.0, 100)
+
+
+def test_a_job_cannot_go_back_by_more_checkpoints_than_it_keeps() -> None:
+    with pytest.raises(InvalidSpec, match="which is 1"):
+        resolved(SCRATCH, training={"steps": 10, "keep_checkpoints": 1, "roll_back_checkpoints": 2})

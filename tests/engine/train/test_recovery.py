@@ -122,6 +122,35 @@ def test_going_back_one_step_trains_what_skipping_it_trains(tmp_path, base):
     assert len(of["skip"]) == 3
 
 
+LATE = next(
+    seed for seed in range(1000) if BAD - 1 in shuffled(LINES, seed, 0)[4:6] and BAD - 1 in shuffled(LINES, seed, 1)[3:]
+)
+"""With it the bad line is in the third step of two rows, and then in none before the seventh."""
+
+
+@pytest.mark.parametrize("back", [1, 2, 3])
+def test_a_run_goes_back_by_as_many_checkpoints_as_it_was_told(tmp_path, base, monkeypatch, back):
+    # The third step is bad, so the run has two checkpoints, and the oldest is all that three can go back to.
+    training = {"seed": LATE, "non_finite": "roll_back", "checkpoint_every": 1, "steps": 4, "global_batch": 2,
+                "micro_batch": 2, "roll_back_checkpoints": back}  # fmt: skip
+    losses, (*_, warning), said = on(None, tmp_path / "back", base, config(training=training))
+    assert said is None
+    step = max(1, 3 - back)
+    assert f"went back to step {step}, and leaves out the rows since" in warning
+
+    # The same as a run that has left out those rows in the first place.
+    save = trainer.Work.save
+
+    def leave_out(work):
+        save(work)
+        if work.step == step:
+            work.loader.go_on(step=step, rows=6)
+
+    monkeypatch.setattr(trainer.Work, "save", leave_out)
+    other, _, _ = on(None, tmp_path / "left-out", base, config(training=training))
+    assert [*losses[:step], *losses[2:]] == other
+
+
 def test_without_a_checkpoint_a_run_goes_back_to_its_start(tmp_path, base, monkeypatch):
     run = config(training={"non_finite": "roll_back", "steps": 2})
     losses, _, _ = on(None, tmp_path / "back", base, run)

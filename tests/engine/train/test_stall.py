@@ -61,6 +61,40 @@ def test_a_long_call_says_nothing_of_how_long_a_step_may_take():
     assert [stillness.is_too_long([WAITS], 50 + moment / 2) for moment in range(40)].index(True) == 20
 
 
+def seconds_until_stalled(stillness, *, step_seconds):
+    """After some steps of that length, how long the next one may stand still."""
+    steps = max(20, int(60 / step_seconds))
+    looks = int(steps * step_seconds / stillness.interval)
+    for look in range(looks):
+        moment = look * stillness.interval
+        at = place(1 + int(moment / step_seconds), moves=look, waiting=True)
+        assert not stillness.is_too_long([at, at], moment)
+    begun = looks * stillness.interval
+    still = place(1 + steps, moves=looks, waiting=True)
+    for look in range(10_000):
+        if stillness.is_too_long([still, still], begun + look * stillness.interval):
+            return stillness.seconds
+    return None
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "seconds"),
+    # Fifty steps, but a minute at least, and never longer than was asked for.
+    [(0.1, 60), (1.0, 60), (3.0, 150), (6.0, 300), (30.0, 600)],
+)
+def test_a_step_stalls_by_what_steps_of_this_run_usually_take(step_seconds, seconds):
+    assert seconds_until_stalled(Stillness(600), step_seconds=step_seconds) == pytest.approx(seconds, rel=0.2)
+
+
+def test_what_is_no_step_has_all_of_the_time_that_was_asked_for():
+    stillness = Stillness(600)
+    for moment in range(100):
+        stillness.is_too_long([place(moment, moves=moment)], 5 * moment)
+    export = place(99, moves=100, phase="export")
+    looks = [stillness.is_too_long([export], 500 + 5 * look) for look in range(200)]
+    assert looks.index(True) == 120
+
+
 RANKS = {
     "frozen-within-a-wait": [Found(WAITS, STACK), Found(WAITS, [], "T"), Found(place(), STACK)],
     "the-one-that-does-not-wait": [Found(WAITS, STACK), Found(place(), STACK), Found(WAITS, STACK)],
