@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,11 +15,15 @@ from sqlalchemy.orm import Session
 
 from core import hints, history, jobs, paging
 from core.db import after_commit
+from core.errors import NotFound
 from core.models import Checkpoint, Job, new_id
 from core.paging import Page
 from core.services import Services
 from core.states import TERMINAL
 from core.storage import Storage, nothing_unlisted
+
+MANIFEST = "manifest.json"
+"""The engine's list of a checkpoint's files and their hashes."""
 
 
 def publish(
@@ -33,6 +40,10 @@ def publish(
         with services.db.reading() as session:
             rows = select(Checkpoint.id).where(Checkpoint.job_id == job_id, Checkpoint.storage_prefix == prefix)
             return session.scalars(rows).first() is not None
+
+    if listed():
+        # The attempt went back beyond this step and has come to it again. What is listed stays whole until then.
+        prefix += f"-{secrets.token_hex(4)}"
 
     with nothing_unlisted(partial(services.storage.delete_tree, prefix), listed=listed):
         size = sum(stored.bytes for stored in services.storage.put_tree(prefix, folder))
@@ -71,7 +82,7 @@ def prune(services: Services, job_id: str, *, keep: int, spare: int | None = Non
     """Forget all but the newest `keep`, that of step `spare`, and those that unfinished jobs start from."""
     with services.db.session() as session:
         started_from = set(session.scalars(select(Job.base_model).where(Job.state.not_in(TERMINAL))))
-        for old in _newest_first(session, job_id)[keep:]:
+        for old in newest_first(session, job_id)[keep:]:
             if old.step != spare and old.id not in started_from:
                 session.delete(old)
                 _forget_later(session, services.storage, old.storage_prefix)
@@ -79,7 +90,7 @@ def prune(services: Services, job_id: str, *, keep: int, spare: int | None = Non
 
 def latest(session: Session, job_id: str) -> Checkpoint | None:
     """Where the next attempt starts; None: at the beginning."""
-    return next(iter(_newest_first(session, job_id)), None)
+    return next(iter(newest_first(session, job_id)), None)
 
 
 def best(session: Session, newest: Checkpoint) -> Checkpoint | None:
@@ -98,12 +109,37 @@ def page(session: Session, job: Job, *, after: str | None = None, limit: int = 1
     return paging.by_age(session, query, Checkpoint.created_at, Checkpoint.id, after=after, limit=limit)
 
 
+class Damaged(Exception):
+    """A checkpoint in storage is not what was stored; the text says in which way."""
+
+
 def stage(storage: Storage, checkpoint: Checkpoint, into: Path) -> None:
-    """Bring a checkpoint's files to a folder."""
-    storage.get_tree(checkpoint.storage_prefix, into)
+    """Bring a checkpoint's files to a folder. Damaged where they are not those that were published."""
+    try:
+        storage.get_tree(checkpoint.storage_prefix, into)
+    except NotFound as error:
+        raise Damaged("files of it are gone from storage") from error
+    found = sum(path.stat().st_size for path in into.rglob("*") if path.is_file())
+    if found != checkpoint.bytes:
+        raise Damaged(f"its files have {found} bytes, and had {checkpoint.bytes} when it was stored")
+    manifest = into / MANIFEST
+    try:
+        files = json.loads(manifest.read_text()).get("files", ()) if manifest.is_file() else ()
+    except ValueError as error:
+        raise Damaged(f"its {MANIFEST} can't be read") from error
+    for file in files:
+        path = into / file["path"]
+        if not path.is_file() or sha256_of(path) != file["sha256"]:
+            raise Damaged(f"{file['path']} is not what its manifest says")
 
 
-def _newest_first(session: Session, job_id: str) -> Sequence[Checkpoint]:
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def newest_first(session: Session, job_id: str) -> Sequence[Checkpoint]:
+    """Those of a job."""
     return session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step.desc())).all()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,8 +35,9 @@ class Stored:
 class Storage:
     """A key either has the whole content of one successful put or is not there."""
 
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
+    def __init__(self, store: ObjectStore, folder: Path | None = None) -> None:
+        """`folder` is where the objects lie as files; None where they don't."""
+        self._store, self._folder = store, folder
 
     def put_file(self, key: str, path: Path) -> None:
         """Store a file's content."""
@@ -45,6 +47,7 @@ class Storage:
     def put_bytes(self, key: str, content: bytes) -> None:
         """Store a few bytes."""
         obstore.put(self._store, _checked(key), content, use_multipart=False)
+        self._settle(key)
 
     def put_stream(self, key: str, chunks: Iterable[bytes]) -> int:
         """Store what `chunks` yields, holding a few parts in memory at most. Returns how many bytes that was.
@@ -60,7 +63,14 @@ class Storage:
                 yield chunk
 
         obstore.put(self._store, _checked(key), counted(), chunk_size=CHUNK_BYTES, max_concurrency=_PARTS_AT_ONCE)
+        self._settle(key)
         return size
+
+    def _settle(self, key: str) -> None:
+        """Have the disk keep it. Whoever is told that it is stored writes a row, which outlives a loss of power."""
+        if self._folder is not None:
+            for path in (self._folder / key, (self._folder / key).parent):
+                _sync(path)
 
     def put_tree(self, prefix: str, folder: Path) -> list[Stored]:
         """Store every file beneath `folder`. A `manifest.json` at its top goes last: one without it was cut short.
@@ -171,10 +181,18 @@ def open_storage(url: str) -> Storage:
     if parts.scheme == "file":
         folder = Path(url2pathname(parts.path))
         folder.mkdir(parents=True, exist_ok=True)
-        return Storage(LocalStore(folder))
+        return Storage(LocalStore(folder), folder)
     if parts.scheme == "s3":
         return Storage(S3Store(parts.netloc, prefix=parts.path.strip("/") or None))
     raise ValueError(f"storage URL {url!r} begins with neither file:// nor s3://")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _checked(key: str) -> str:

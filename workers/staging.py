@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,24 +40,26 @@ class Unusable(Exception):
         self.message = message
 
 
-def stage(services: Services, job: Job, run_dir: Path) -> RunConfig:
+Tell = Callable[[Checkpoint, checkpoints.Damaged], None]
+"""Hears of each checkpoint that is passed over."""
+
+
+def stage(services: Services, job: Job, run_dir: Path, *, damaged: Tell = lambda checkpoint, why: None) -> RunConfig:
     """Bring everything to `run_dir` and write `run.json`; what the engine will read."""
     run = RunConfig.model_validate(job.run_config)
     with services.db.reading() as session:
         uploads = [(path, _file(session, id_)) for path, id_ in _uploads(run, JobSpec.model_validate(job.spec))]
         base = _source(session, job) if run.base is not None else None
-        checkpoint = checkpoints.latest(session, job.id)
-        best = checkpoints.best(session, checkpoint) if checkpoint is not None else None
+        saved = checkpoints.newest_first(session, job.id)
     run_dir.mkdir(parents=True)
     for path, file in uploads:
         _fetch(services.storage, file, run_dir / path)
     if run.base is not None and base is not None:
         stage_model(services, base, run_dir / run.base)
-    if checkpoint is not None:
-        run = run.model_copy(update={"resume": _resume(services.storage, checkpoint, run_dir)})
-    if best is not None:
-        # Beside the one to go on from, where the engine looks for it when all is done.
-        _resume(services.storage, best, run_dir)
+    checkpoint, resume = _newest_sound(services.storage, saved, run_dir, damaged)
+    if checkpoint is not None and resume is not None:
+        run = run.model_copy(update={"resume": resume})
+        _stage_best(services, checkpoint, run_dir, damaged)
     _write(run_dir / SPEC, json.dumps(job.spec, indent=2))
     _write(run_dir / "run.json", run.model_dump_json(indent=2))
     log.info("attempt staged", files=len(uploads), base=job.base_model, resumes_from=checkpoint and checkpoint.step)
@@ -179,10 +181,38 @@ def _make_model(services: Services, part: Part, folder: Path) -> None:
         raise Unusable("invalid_model", f"no model can be made of the {part.kind}: {last}")
 
 
+def _newest_sound(
+    storage: Storage, saved: Sequence[Checkpoint], run_dir: Path, damaged: Tell
+) -> tuple[Checkpoint | None, Path | None]:
+    """Bring the newest checkpoint that is as it was stored; that, and where the run finds it. None: from the start.
+
+    The others stay where they are: it may be this host that reads them wrong.
+    """
+    for checkpoint in saved:
+        try:
+            return checkpoint, _resume(storage, checkpoint, run_dir)
+        except checkpoints.Damaged as why:
+            log.warning("checkpoint passed over", step=checkpoint.step, reason=str(why))
+            damaged(checkpoint, why)
+    return None, None
+
+
+def _stage_best(services: Services, newest: Checkpoint, run_dir: Path, damaged: Tell) -> None:
+    """Bring the best beside the one to go on from, where the engine looks for it when all is done."""
+    with services.db.reading() as session:
+        best = checkpoints.best(session, newest)
+    if best is not None:
+        _newest_sound(services.storage, [best], run_dir, damaged)
+
+
 def _resume(storage: Storage, checkpoint: Checkpoint, run_dir: Path) -> Path:
     """Bring a checkpoint to the run directory; where the run finds it."""
     path = Path("resume") / f"step-{checkpoint.step:08d}"
-    checkpoints.stage(storage, checkpoint, run_dir / path)
+    try:
+        checkpoints.stage(storage, checkpoint, run_dir / path)
+    except checkpoints.Damaged:
+        shutil.rmtree(run_dir / path, ignore_errors=True)
+        raise
     return path
 
 

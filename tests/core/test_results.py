@@ -138,6 +138,22 @@ def test_a_checkpoint_that_is_listed_stays_when_its_second_upload_fails(
     assert (tmp_path / "copy" / "weights.bin").read_text() == "weights"
 
 
+def test_an_attempt_that_comes_to_a_step_again_replaces_its_checkpoint_whole(
+    services: Services, tmp_path: Path
+) -> None:
+    job = running(services)
+    first = checkpoints.publish(services, job.id, fence=1, step=50, folder=saved(tmp_path / "1", "first"), metrics={})
+    was = first.storage_prefix
+    # It went back beyond the step, and left out some rows since.
+    second = checkpoints.publish(services, job.id, fence=1, step=50, folder=saved(tmp_path / "2", "other"), metrics={})
+    assert second.id == first.id
+    assert not list(services.storage.list(was))
+    checkpoints.stage(services.storage, second, tmp_path / "staged")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "2").rglob("*") if path.is_file()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "staged").rglob("*") if path.is_file()
+    }
+
+
 def test_a_step_that_was_saved_twice_is_listed_once_with_the_later_content(services: Services, tmp_path: Path) -> None:
     job = running(services)
     checkpoints.publish(services, job.id, fence=1, step=50, folder=saved(tmp_path / "1", "first"), metrics={})
