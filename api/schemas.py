@@ -551,8 +551,8 @@ class EventOut(Out):
     seq: int
     """1, 2, 3, … within the job, without holes."""
     type: str
-    """`state`, `changed`, `step`, `evaluated`, `outliers`, `samples`, `choices`, `checkpoint`, `log`, `progress`,
-    `started`, `finished`, `stopped` or `failed`."""
+    """`state`, `changed`, `step`, `evaluated`, `spike`, `outliers`, `samples`, `choices`, `checkpoint`, `log`,
+    `progress`, `started`, `finished`, `stopped` or `failed`."""
     level: str
     message: str
     data: dict[str, Any]
@@ -951,6 +951,8 @@ class NodeOut(Out):
     alive: bool
     """Whether it was heard of lately."""
     draining: bool
+    resting_until: int | None
+    """It is given no job before then, as it did not start the last ones; null where it does."""
     heartbeat_at: int
     slots: list[SlotOut]
 
@@ -962,6 +964,7 @@ class NodeOut(Out):
             device=status.node.device,
             alive=status.is_alive,
             draining=status.node.draining,
+            resting_until=None if status.node.rests_until is None else int(status.node.rests_until),
             heartbeat_at=int(status.node.heartbeat_at),
             slots=[
                 SlotOut(

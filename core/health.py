@@ -26,7 +26,7 @@ def checks(services: Services) -> dict[str, str]:
     database = _database(services)
     return {
         "database": database,
-        "broker": _broker(services),
+        "broker": broker(services),
         "worker": _worker(services) if database == OK else "can't be told without the database",
     }
 
@@ -70,7 +70,8 @@ def _database(services: Services) -> str:
     return OK if current else "its schema is not this version's: run `trainshed migrate`"
 
 
-def _broker(services: Services) -> str:
+def broker(services: Services) -> str:
+    """`ok`, or what is wrong with it."""
     try:
         with redis.Redis.from_url(
             services.settings.redis, socket_timeout=_PATIENCE_SECONDS, socket_connect_timeout=_PATIENCE_SECONDS
@@ -83,4 +84,7 @@ def _broker(services: Services) -> str:
 
 def _worker(services: Services) -> str:
     with services.db.reading() as session:
-        return OK if nodes.alive(session) else NO_WORKER
+        if nodes.alive(session):
+            return OK
+        resting = [node.name for node in nodes.resting(session)]
+    return nodes.in_words(resting) if resting else NO_WORKER

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -26,7 +26,7 @@ from core.paging import Page
 from core.resolve import BaseFacts, Resolution, resolve
 from core.settings import Settings
 from core.spec import MOST_LABELS, JobChange, JobSpec
-from core.states import HELD, MOVES, RETRIABLE, TERMINAL, UNDER_WAY, JobState, sources
+from core.states import HELD, LIMITS, MOVES, RETRIABLE, TERMINAL, UNDER_WAY, JobState, sources
 from engine.events import ErrorCode, Event, Started
 
 S = JobState
@@ -538,7 +538,7 @@ _EVENT = insert(JobEvent)
 
 def claim(session: Session, job_id: str, holder: str, lease: timedelta, *, node: str) -> Job | None:
     """Take a job that was placed on `node`, which raises its attempt; None if it is not, or no longer, to be had."""
-    return session.scalars(
+    job = session.scalars(
         update(Job)
         .where(Job.id == job_id, Job.state == S.STARTING, Job.holder.is_(None), Job.node == node)
         .values(
@@ -550,6 +550,9 @@ def claim(session: Session, job_id: str, holder: str, lease: timedelta, *, node:
         .returning(Job)
         .execution_options(synchronize_session=False, populate_existing=True)
     ).one_or_none()
+    if job is not None:
+        nodes.started_one(session, node)
+    return job
 
 
 def refit(session: Session, job: Job, *, settings: Settings) -> Job:
@@ -620,7 +623,7 @@ def requeue(session: Session, job_id: str, *, fence: int, reason: str) -> Job:
     A wish to cancel or pause that was pending comes true instead.
     """
     job = held(session, job_id, fence=fence)
-    return move(session, job_id, _AFTER_HOLDING.get(job.state, S.QUEUED), fence=fence, message=reason)
+    return move(session, job_id, _after(job.state), fence=fence, message=reason)
 
 
 def lose(
@@ -640,11 +643,15 @@ def lose(
     return _lose(session, job, reason=reason, max_losses=max_losses, error=error)
 
 
-_AFTER_HOLDING = {S.CANCELLING: S.CANCELLED, S.PAUSING: S.PAUSED}
+def _after(state: JobState) -> JobState:
+    """What becomes of a job in a state in which it holds slots when nobody does anything for it any more."""
+    then = LIMITS[state].then
+    assert then is not None, f"{state} holds nothing"
+    return then
 
 
 def _lose(session: Session, job: Job, *, reason: str, max_losses: int, error: Mapping[str, Any] | None = None) -> Job:
-    if to := _AFTER_HOLDING.get(job.state):
+    if (to := _after(job.state)) is not S.QUEUED:
         return _move(session, job.id, to, [], message=reason)
     losses = job.losses + 1
     if losses >= max_losses:
@@ -672,18 +679,35 @@ def back_off(losses: int) -> float:
 # Keeping up
 
 
-def reclaim(session: Session, *, max_losses: int) -> list[Job]:
-    """Take back each job whose holder fell silent past its lease, or which nobody claimed in time."""
+def reclaim(session: Session, *, max_losses: int, starts_arrive: Callable[[], bool] = lambda: True) -> list[Job]:
+    """Take back each job whose holder fell silent past its lease, or which nobody claimed in time.
+
+    A host is to blame for the latter if it can have been told: if what is sent to it now would arrive.
+    """
     # Locked rows are about to be renewed or ended by somebody: they aren't silent.
     silent = session.scalars(
         select(Job).where(*_expired()).with_for_update(skip_locked=True).execution_options(populate_existing=True)
     ).all()
+    unstarted = [job for job in silent if job.holder is None]
+    if unstarted and starts_arrive():
+        for node in sorted({job.node for job in unstarted if job.node is not None}):
+            nodes.bounced(session, node)
     return [
         _move(session, job.id, S.QUEUED, [], message=f"{job.node} did not start it in time")
         if job.holder is None
         else _lose(session, job, reason=f"{job.node} fell silent", max_losses=max_losses)
         for job in silent
     ]
+
+
+def end_sooner(session: Session, *, longest: timedelta) -> None:
+    """After the clock was set back, no lease and no wait ends later than one that begins now."""
+    latest = database_now() + longest.total_seconds()
+    held = update(Job).where(Job.state.in_(HELD), Job.lease_expires_at > latest).values(lease_expires_at=latest)
+    waits = Job.retry_at > database_now() + _LONGEST_BACK_OFF
+    queued = update(Job).where(Job.state == S.QUEUED, waits).values(retry_at=database_now())
+    for statement in (held, queued):
+        session.execute(statement.execution_options(synchronize_session=False))
 
 
 def expired(session: Session) -> Sequence[Job]:
@@ -694,6 +718,13 @@ def expired(session: Session) -> Sequence[Job]:
 def unclaimed(session: Session) -> Sequence[Job]:
     """Jobs that were placed and not claimed: their start may have been lost and can be sent again."""
     return session.scalars(select(Job).where(Job.state == S.STARTING, Job.holder.is_(None))).all()
+
+
+def awaited_attempt(session: Session, job_id: str, *, node: str) -> int | None:
+    """Number of the attempt that a supervisor on this node could claim now; None where there is nothing to claim."""
+    placed = (Job.id == job_id, Job.state == S.STARTING, Job.holder.is_(None), Job.node == node)
+    attempt = session.scalar(select(Job.attempt).where(*placed))
+    return None if attempt is None else attempt + 1
 
 
 def _expired() -> list[ColumnElement[bool]]:

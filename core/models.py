@@ -405,6 +405,10 @@ class Node(Base):
     heartbeat_at: Mapped[float] = mapped_column(default=database_now())
     draining: Mapped[bool] = mapped_column(default=False)
     """Takes nothing new."""
+    bounces: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Jobs in a row that it was given and did not start in time."""
+    rests_until: Mapped[float | None]
+    """Given nothing before this time, after several of them."""
 
 
 class Slot(Base):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, select, update
+from sqlalchemy import ColumnElement, and_, delete, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -21,6 +21,10 @@ HEARTBEAT = timedelta(seconds=5)
 """How often a node says that it lives."""
 DEAD_AFTER = 3 * HEARTBEAT
 """Silence after which it gets nothing new. What it runs comes back when the leases end."""
+BOUNCES_BORNE = 1
+"""Jobs in a row that a host may fail to start, as any may have a bad moment, before it rests."""
+FIRST_REST, LONGEST_REST = timedelta(minutes=1), timedelta(minutes=10)
+"""How long, twice as long with each job more."""
 FORGOTTEN_AFTER = timedelta(days=1)
 """Silence after which nobody counts on it any more."""
 
@@ -54,6 +58,8 @@ def register(
         "rates": None if rates is None else dict(rates),
         "heartbeat_at": database_now(),
         "draining": False,
+        "bounces": 0,
+        "rests_until": None,
     }
     insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
     session.execute(
@@ -84,6 +90,31 @@ def drain(session: Session, name: str) -> None:
     _change(session, name, draining=True)
 
 
+def bounced(session: Session, name: str) -> None:
+    """The host did not start a job that it was given, though it was told to: after some of them it rests."""
+    node = session.scalars(
+        update(Node)
+        .where(Node.name == name)
+        .values(bounces=Node.bounces + 1)
+        .returning(Node)
+        .execution_options(synchronize_session=False, populate_existing=True)
+    ).one_or_none()
+    if node is not None and (seconds := rest_after(node.bounces)):
+        session.execute(update(Node).where(Node.name == name).values(rests_until=database_now() + seconds))
+
+
+def rest_after(bounces: int) -> float:
+    """Seconds that a host rests after so many jobs in a row that it did not start."""
+    over = bounces - BOUNCES_BORNE
+    return min(FIRST_REST.total_seconds() * 2.0 ** (over - 1), LONGEST_REST.total_seconds()) if over > 0 else 0.0
+
+
+def started_one(session: Session, name: str) -> None:
+    """The host starts what it is given."""
+    bounced = or_(Node.bounces > 0, Node.rests_until.is_not(None))
+    session.execute(update(Node).where(Node.name == name, bounced).values(bounces=0, rests_until=None))
+
+
 def forget(session: Session) -> Sequence[str]:
     """Remove hosts that were silent for so long that they won't come back, unless a job is still said to run there.
 
@@ -97,8 +128,15 @@ def forget(session: Session) -> Sequence[str]:
 
 
 def alive(session: Session) -> Sequence[Node]:
-    """Hosts heard lately that aren't going down, by name."""
-    return session.scalars(select(Node).where(_lives(), Node.draining.is_(False)).order_by(Node.name)).all()
+    """Hosts heard lately that aren't going down and don't rest, by name."""
+    takes = (_lives(), Node.draining.is_(False), ~_rests())
+    return session.scalars(select(Node).where(*takes).order_by(Node.name)).all()
+
+
+def resting(session: Session) -> Sequence[Node]:
+    """Hosts that would be given jobs if they had started those before, by name."""
+    rest = (_lives(), Node.draining.is_(False), _rests())
+    return session.scalars(select(Node).where(*rest).order_by(Node.name)).all()
 
 
 def listing(session: Session) -> list[NodeStatus]:
@@ -111,6 +149,12 @@ def listing(session: Session) -> list[NodeStatus]:
         NodeStatus(node, is_alive=node.name in living, slots=slots.get(node.name, []))
         for node in session.scalars(select(Node).order_by(Node.name))
     ]
+
+
+def in_words(resting: Sequence[str]) -> str:
+    """Why hosts that are online get no jobs, and what to do."""
+    who = ", ".join(resting)
+    return f"{who} did not start the last jobs and rests: see what its node and worker say, and start them again"
 
 
 def cluster(session: Session) -> ClusterFacts:
@@ -139,7 +183,14 @@ _OFFERS = select(Node.device, Node.num_slots, Node.slot_memory_bytes, Node.slot_
 
 
 def _lives() -> ColumnElement[bool]:
-    return Node.heartbeat_at > database_now() - DEAD_AFTER.total_seconds()
+    # Nor is one alive whose last word was spoken before a clock was set back.
+    silence = DEAD_AFTER.total_seconds()
+    return Node.heartbeat_at.between(database_now() - silence, database_now() + silence)
+
+
+def _rests() -> ColumnElement[bool]:
+    latest = database_now() + LONGEST_REST.total_seconds()
+    return and_(Node.rests_until.is_not(None), Node.rests_until > database_now(), Node.rests_until <= latest)
 
 
 def _change(session: Session, name: str, **values: object) -> None:

@@ -80,6 +80,8 @@ class Settings(BaseSettings):
     """How long a run that is told to pause or drain may take to save its state, in seconds; then it is killed."""
     cancel_grace_seconds: float = Field(2.0, ge=0)
     """How long a cancelled run may take to end, in seconds; then it is killed."""
+    transfer_seconds: float = Field(6 * 3600.0, ge=1)
+    """How long it may take to bring a job's data to its host, or to store its results, in seconds; then it is lost."""
     max_losses: int = Field(5, ge=1)
     """Attempts lost in a row, without a new checkpoint between, before a job fails."""
     fair_share_half_life_hours: float = Field(24.0, gt=0, le=1e5)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
 from datetime import timedelta
+from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -21,7 +22,7 @@ from core.db import AWAY
 from core.errors import InvalidMove
 from core.failures import failure
 from core.history import CHOICE_METRICS
-from core.models import Job, Node, Slot
+from core.models import Checkpoint, Job, Node, Slot
 from core.services import Services
 from core.settings import trainer_environment
 from core.states import HELD, JobState
@@ -61,6 +62,10 @@ class Interrupted(Exception):
         self.wish = wish
 
 
+class Overdue(Exception):
+    """What is being done takes longer than anything may."""
+
+
 class Attempt:
     """Everything it writes carries the attempt's number as its fence, so that one that was replaced writes nothing."""
 
@@ -85,6 +90,10 @@ class Attempt:
         """The newest numbers as of each of the last steps, to go with its checkpoint."""
         self.asides: SimpleQueue[Log] = SimpleQueue()
         """What other threads want the user to know."""
+        self.killed_by = inf
+        """When, on the monotonic clock, no process of the gang may be left any more."""
+        self.undead = False
+        """It has been said that some are left all the same."""
         self.keep_logs_at = 0.0
         """On the monotonic clock. The publisher's thread alone reads and writes it."""
         self.publisher = Publisher(
@@ -116,17 +125,20 @@ class Attempt:
 
     def attempt(self) -> Outcome:
         """Stage, train, publish; what the job should become."""
-        self.meanwhile(lambda: staging.stage(self.services, self.job, self.run_dir), unless=ANY)
+        stage = partial(staging.stage, self.services, self.job, self.run_dir, damaged=self.tell_damaged)
+        self.meanwhile("to bring its data", stage, unless=ANY)
+        self.record([*drained(self.asides)])
         status = self.train()
         outcome = decide(self.last, exit_code=status.exit_code, wish=self.orders.wish, max_runtime=self.job.max_runtime)
         if outcome.action in {Action.CANCEL, Action.ABANDON}:
             return outcome
-        self.meanwhile(self.publisher.flush, unless=DONE_FOR)
+        self.meanwhile("to store its checkpoints", self.publisher.flush, unless=DONE_FOR)
         # What went wrong with the last ones is told like what went wrong on the way.
         self.record([*drained(self.asides)])
         if isinstance(self.last, Finished):
             export = self.run_dir / self.last.export
-            self.meanwhile(lambda: artifacts.publish(self.services, self.job, export), unless=DONE_FOR)
+            publish = partial(artifacts.publish, self.services, self.job, export)
+            self.meanwhile("to store its result", publish, unless=DONE_FOR)
         return outcome
 
     def train(self) -> Status:
@@ -176,21 +188,42 @@ class Attempt:
             if self.last is not None:
                 lingers_until = min(lingers_until, monotonic() + LINGER.total_seconds())
             if monotonic() >= lingers_until:
-                self.launcher.cancel(handle, timedelta(0))
+                self.end(handle, timedelta(0))
+            self.tell_of_undead()
             wish = self.orders.wait(0 if news and not unrecorded else LOOK_SECONDS)
             if wish is not None and wish is not told:
                 told = wish
                 log.info("gang told to end", wish=wish.name)
-                self.launcher.cancel(handle, self.graces[wish])
+                self.end(handle, self.graces[wish])
 
     def put_down(self, handle: Handle) -> None:
-        """Leave no process of the gang, however the following ended."""
-        deadline = monotonic() + LINGER.total_seconds()
+        """Leave no process of the gang, however the following ended.
+
+        Without a limit: what holds on to a process that was killed, holds on to the slots as well, and to say that they
+        are free would let another attempt run beside it.
+        """
         while not self.launcher.poll(handle).ended:
-            self.launcher.cancel(handle, timedelta(0))
-            if monotonic() > deadline:
-                raise TimeoutError(f"processes of {handle} are still there {LINGER} after they were killed")
+            self.end(handle, timedelta(0))
+            self.tell_of_undead()
             self.orders.wait(LOOK_SECONDS)
+
+    def end(self, handle: Handle, grace: timedelta) -> None:
+        """Have the gang end within `grace`."""
+        self.launcher.cancel(handle, grace)
+        self.killed_by = min(self.killed_by, monotonic() + (grace + LINGER).total_seconds())
+
+    def tell_of_undead(self) -> None:
+        """Say so, once, where processes that were killed do not go."""
+        if monotonic() < self.killed_by or self.undead:
+            return
+        self.undead = True
+        said = (
+            f"processes of the run are still there {LINGER.total_seconds():g} s after they were killed: the kernel of "
+            f"{self.settings.node_name} holds them, mostly for a disk or a device that does not answer. The job keeps"
+            " its slots until they are gone; where they don't go, that host needs a restart"
+        )
+        log.warning("processes do not end", seconds=LINGER.total_seconds())
+        self.record([Log(level="warning", message=said)])
 
     # What is written on the way
 
@@ -260,6 +293,11 @@ class Attempt:
             Log(level="warning", message=f"the checkpoint of step {saved.step} was not published: {said['message']}")
         )
 
+    def tell_damaged(self, checkpoint: Checkpoint, why: checkpoints.Damaged) -> None:
+        """Say that a checkpoint can't be gone on from. In the stager's thread."""
+        said = f"the checkpoint of step {checkpoint.step} is damaged in storage and is passed over: {why}"
+        self.asides.put(Log(level="warning", message=said))
+
     # The end
 
     def conclude(self, outcome: Outcome) -> Outcome:
@@ -319,8 +357,12 @@ class Attempt:
         except Exception:  # the job has ended as it should; whatever storage or disk may raise does not change that
             log.warning("run directory left behind", exc_info=True)
 
-    def meanwhile(self, work: Callable[[], T], *, unless: frozenset[Wish]) -> T:
-        """The result of `work`, done in a thread; leaves it and raises Interrupted as soon as such a wish comes."""
+    def meanwhile(self, what: str, work: Callable[[], T], *, unless: frozenset[Wish]) -> T:
+        """The result of `work`, done in a thread; leaves it and raises Interrupted as soon as such a wish comes.
+
+        Raises Overdue where it takes too long: the lease is renewed meanwhile, so that nobody else would end it.
+        """
+        deadline = monotonic() + self.settings.transfer_seconds
         done: Future[T] = Future()
         done.add_done_callback(lambda future: self.orders.wake())
         Thread(target=copy_context().run, args=(fulfil, done, work), name="meanwhile", daemon=True).start()
@@ -328,6 +370,8 @@ class Attempt:
             wish = self.orders.wait(1.0)
             if wish in unless:
                 raise Interrupted(wish)
+            if monotonic() > deadline:
+                raise Overdue(f"it took longer than {self.settings.transfer_seconds:g} s {what}")
         return done.result()
 
 
@@ -350,4 +394,7 @@ def explain(error: Exception) -> dict[str, Any]:
     """`Job.error` for what went wrong on our side of an attempt."""
     if space.is_full(error):
         return failure("disk_full", f"no space left: {error}")
+    if isinstance(error, Overdue):
+        hint = "Look at the storage and at the network between; raise TRAINSHED_TRANSFER_SECONDS if they are only slow."
+        return failure("stalled", str(error), hint=hint)
     return failure("internal", f"{type(error).__name__}: {error}")

@@ -16,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from core import jobs
 from core.models import Job
 from core.services import Services
-from core.states import JobState
+from core.states import HELD, JobState
 from workers.orders import Orders
 from workers.outcome import Wish
 
@@ -112,8 +112,11 @@ class Lease:
             except SQLAlchemyError as error:
                 log.warning("state not read", error=str(error))
                 continue
-            if state is not None:
+            if state is not None and state in HELD:
                 self._heed(state)
+            else:
+                # Taken back, as when a clock was set forward: the next renewal would find out, and be late.
+                self._orders.give(Wish.LOST)
 
     def _heed(self, state: JobState) -> None:
         if wish := WISHES.get(state):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from threading import Thread
 
 import structlog
 
-from core import scheduler
+from core import jobs, scheduler
 from core.queue import RUN_JOB, TICK
 from core.settings import Settings
 from workers.app import app, services
+from workers.tidy import starting
 
 log = structlog.get_logger(__name__)
+
+SUPERVISOR = (sys.executable, "-m", "workers.supervisor")
 
 
 @app.task(name=TICK)  # type: ignore[untyped-decorator]
@@ -25,22 +29,34 @@ def tick() -> None:
 
 @app.task(name=RUN_JOB)  # type: ignore[untyped-decorator]
 def run_job(job_id: str) -> None:
-    """Start a supervisor for this job. Of several, one claims it and the others leave."""
-    pid = start_supervisor(services().settings, job_id)
-    log.info("supervisor started", job=job_id, pid=pid)
+    """Start a supervisor for this job, unless it is claimed or one is on its way. Of several, one would claim it."""
+    settings = services().settings
+    with services().db.reading() as session:
+        attempt = jobs.awaited_attempt(session, job_id, node=settings.node_name)
+    if attempt is None:
+        return
+    pid = start_supervisor(settings, job_id, attempt)
+    log.info("supervisor started" if pid else "supervisor is on its way", job=job_id, attempt=attempt, pid=pid)
 
 
-def start_supervisor(settings: Settings, job_id: str) -> int:
+def start_supervisor(settings: Settings, job_id: str, attempt: int) -> int | None:
     """Start a supervisor in a session of its own, so that it lives on when this worker dies; its pid.
 
-    Celery's children are daemonic and are killed with the worker, so it is none of `multiprocessing`'s.
+    None where one that was started for the same attempt still lives: on a crowded host it takes long to claim its job,
+    and each one more would make that longer. Celery's children are daemonic and are killed with the worker, so it is
+    none of `multiprocessing`'s.
     """
     folder = settings.runs / job_id
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "supervisor.log").open("ab") as output:
+    with (folder / "supervisor.log").open("ab") as output, starting(folder, attempt).open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        # It inherits the lock, which ends when it has.
         child = subprocess.Popen(
-            [sys.executable, "-m", "workers.supervisor", job_id],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            [*SUPERVISOR, job_id],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, pass_fds=(lock.fileno(),),
         )  # fmt: skip
     # Someone has to fetch its exit code as long as this process lives, else it stays in the process table.
     Thread(target=child.wait, name=f"wait-{job_id}", daemon=True).start()

@@ -25,6 +25,11 @@ def run_dir(settings: Settings, job_id: str, attempt: int) -> Path:
     return settings.runs / job_id / str(attempt)
 
 
+def starting(folder: Path, attempt: int) -> Path:
+    """What a supervisor that was started for an attempt holds a lock on, for as long as it lives."""
+    return folder / f"starting-{attempt}"
+
+
 def tidy_job(services: Services, job_id: str) -> None:
     """Remove the run directories of this job's attempts that are over. Their logs stay readable."""
     folder = services.settings.runs / job_id
@@ -36,6 +41,8 @@ def tidy_job(services: Services, job_id: str) -> None:
             if job is not None:
                 joblogs.keep(services.storage, job_id, attempt, work / "logs")
             shutil.rmtree(work)
+            # Once it is over, nobody is started for it any more.
+            starting(folder, attempt).unlink(missing_ok=True)
             log.info("run directory removed", job=job_id, attempt=attempt)
 
 

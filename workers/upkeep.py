@@ -5,11 +5,14 @@ from __future__ import annotations
 from time import monotonic
 
 import structlog
+from sqlalchemy import select
 
-from core import hints, jobs, nodes, scheduler
+from core import health, hints, jobs, nodes, scheduler
 from core import log as logging
+from core.models import database_now
 from core.services import Services
 from core.settings import Settings
+from workers.clock import Clock
 from workers.courier import Courier
 from workers.duties import Duty, beside, keep
 from workers.expiry import Expiry
@@ -34,6 +37,9 @@ LONGEST_LOOK_SECONDS = 3.0
 class Upkeep:
     def __init__(self, services: Services) -> None:
         self.services = services
+        self.clock = Clock()
+        self.trusts_leases_at = 0.0
+        """When, on the monotonic clock, every lease that is held was renewed since the database's was set."""
         look = min(services.settings.lease_seconds / LOOKS_PER_LEASE, LONGEST_LOOK_SECONDS)
         self.duties = (
             Duty("reclaim", look, self.reclaim),
@@ -51,9 +57,23 @@ class Upkeep:
         keep(self.duties, orders)
 
     def reclaim(self) -> None:
-        """Take back the jobs whose lease is over; a cancel or pause that waited for such a job comes true."""
+        """Take back the jobs whose lease is over; a cancel or pause that waited for such a job comes true.
+
+        Where the clock that leases are read by was set, those who hold jobs have the time to renew them first.
+        """
+        lease = self.services.settings.lease
         with self.services.db.session() as session:
-            taken = jobs.reclaim(session, max_losses=self.services.settings.max_losses)
+            jobs.end_sooner(session, longest=max(lease, scheduler.CLAIM_WITHIN))
+            if self.clock.was_set(session.scalars(select(database_now())).one(), monotonic()):
+                log.warning("the database's clock was set", leases="are renewed before any is taken for over")
+                self.trusts_leases_at = monotonic() + lease.total_seconds()
+            if monotonic() < self.trusts_leases_at:
+                return
+            taken = jobs.reclaim(
+                session,
+                max_losses=self.services.settings.max_losses,
+                starts_arrive=lambda: health.broker(self.services) == health.OK,
+            )
         for job in taken:
             log.warning("job taken back", job=job.id, attempt=job.attempt, state=job.state.value)
 

@@ -84,7 +84,19 @@ def test_a_wish_in_the_row_is_heard_at_the_next_renewal(services: Services, stat
         assert orders.wait(DEADLINE_SECONDS) is wish
 
 
-def test_the_bell_brings_a_wish_long_before_the_next_renewal(services: Services) -> None:
+def taken_back(session: Session, job_id: str) -> None:
+    """As when the clock was set forward, and the lease seemed to be over."""
+    jobs.lose(session, job_id, fence=1, reason="silent", max_losses=5)
+
+
+def cancelled(session: Session, job_id: str) -> None:
+    jobs.move(session, job_id, JobState.CANCELLING)
+
+
+@pytest.mark.parametrize(("news", "wish"), [(cancelled, Wish.CANCEL), (taken_back, Wish.LOST)])
+def test_the_bell_brings_a_wish_or_a_loss_long_before_the_next_renewal(
+    services: Services, news: Callable[[Session, str], None], wish: Wish
+) -> None:
     settings = Settings(data_dir=services.settings.data_dir, lease_seconds=600, node_name="here")
     orders = Orders()
     with broker.running(settings), Services(settings) as rung:
@@ -95,9 +107,9 @@ def test_the_bell_brings_a_wish_long_before_the_next_renewal(services: Services)
         with held:
             assert renewed.wait(DEADLINE_SECONDS)
             with rung.db.session() as session:
-                jobs.move(session, job.id, JobState.CANCELLING)
+                news(session, job.id)
 
-            assert orders.wait(DEADLINE_SECONDS) is Wish.CANCEL
+            assert orders.wait(DEADLINE_SECONDS) is wish
 
 
 def test_a_job_that_somebody_else_took_is_lost(services: Services) -> None:

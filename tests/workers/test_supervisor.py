@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from threading import Event, Thread
 from time import monotonic
 
@@ -366,6 +367,60 @@ def test_a_result_that_could_not_be_uploaded_is_a_lost_attempt_and_says_disk_ful
     assert job.state is JobState.FAILED, "it was the fifth loss in a row"
     assert job.error is not None
     assert job.error["code"] == "disk_full"
+
+
+class Undying(LocalLauncher):
+    """Its gangs are there for as long as somebody holds on to them, as a process is that the kernel keeps."""
+
+    def __init__(self, launcher: LocalLauncher, held: Event) -> None:
+        super().__init__(launcher._command)
+        self.held = held
+
+    def poll(self, handle: Handle) -> Status:
+        return super().poll(handle) if self.held.is_set() else Status(ended=False)
+
+
+def test_a_job_is_not_cancelled_before_the_last_process_is_gone_and_says_who_keeps_it(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.attempt.LINGER", timedelta(seconds=0.2))
+    gone = Event()
+    job_id = place_job(services, steps=FOREVER)
+    running = Running(services, job_id, Undying(fake_engine("--ignore-term"), gone))
+    running.until(lambda job: job.last_step > 3)
+    with services.db.session() as session:
+        jobs.move(session, job_id, JobState.CANCELLING)
+
+    running.until(lambda job: any("still there" in message for message in messages_of(services, job_id)))
+    assert job_of(services, job_id).state is JobState.CANCELLING
+    with services.db.reading() as session:
+        assert session.scalars(select(Slot).where(Slot.job_id == job_id)).all()
+
+    gone.set()
+    outcome = running.outcome()
+    assert outcome is not None
+    assert outcome.action is Action.CANCEL
+    assert sum("still there" in message for message in messages_of(services, job_id)) == 1
+    assert_nothing_left(services, job_id)
+
+
+def test_a_storage_that_never_answers_costs_the_attempt_and_not_the_job(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services.settings = services.settings.model_copy(update={"transfer_seconds": 0.1})
+    never = Event()
+    monkeypatch.setattr("workers.staging.stage", lambda *_, **__: never.wait())
+    job_id = place_job(services)
+
+    outcome = supervised(services, job_id, fake_engine())
+    never.set()
+
+    assert outcome is not None
+    assert (outcome.action, outcome.error and outcome.error["code"]) == (Action.LOSE, "stalled")
+    assert outcome.error is not None
+    assert "longer than 0.1 s to bring its data" in outcome.error["message"]
+    assert "TRAINSHED_TRANSFER_SECONDS" in outcome.error["hint"]
+    assert job_of(services, job_id).state is JobState.QUEUED
 
 
 def test_ranks_see_no_secret_of_ours(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from threading import Event, Thread
 import pytest
 from sqlalchemy import select, update
 
-from core import jobs, projects
+from core import jobs, projects, scheduler
 from core.db import Database
 from core.keys import DEFAULT_PROJECT, Account
 from core.models import AuditLog, Job, Slot, database_now
@@ -16,6 +16,7 @@ from core.states import JobState
 from tests import make
 from tests.fakes.hints import Heard
 from tests.workers.conftest import place_job
+from workers.clock import Clock
 from workers.orders import Orders
 from workers.outcome import Wish
 from workers.upkeep import Duty, Upkeep
@@ -65,6 +66,62 @@ def test_a_job_without_a_living_supervisor_goes_where_it_was_going(
     with services.db.reading() as session:
         assert session.get_one(Job, job_id).state is after
         assert session.scalars(select(Slot).where(Slot.job_id == job_id)).all() == []
+
+
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize("jump", [HOUR, -HOUR])
+def test_a_clock_that_is_set_costs_no_job_its_attempt(
+    services: Services, upkeep: Upkeep, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    job_id = claimed_and_silent(services, JobState.RUNNING)
+    with services.db.session() as session:
+        # As far in the future or in the past as the clock was set.
+        session.execute(update(Job).where(Job.id == job_id).values(lease_expires_at=database_now() + 1 - jump))
+    looks = iter([0.0, jump, jump])
+    monkeypatch.setattr(Clock, "was_set", lambda clock, at, now, was=Clock.was_set: was(clock, now + next(looks), now))
+    upkeep.clock.was_set(0.0, 0.0)
+
+    upkeep.reclaim()
+
+    with services.db.reading() as session:
+        assert session.get_one(Job, job_id).state is JobState.RUNNING
+        # It ends all the same, should nobody renew it.
+        latest = database_now() + scheduler.CLAIM_WITHIN.total_seconds() + 1
+        assert session.scalar(select(Job.lease_expires_at < latest).where(Job.id == job_id))
+
+    upkeep.trusts_leases_at = 0.0
+    with services.db.session() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(lease_expires_at=database_now() - 1))
+    upkeep.reclaim()
+    with services.db.reading() as session:
+        assert session.get_one(Job, job_id).state is JobState.QUEUED
+
+
+def test_a_wait_after_a_loss_is_no_longer_because_a_clock_was_set_back(services: Services, upkeep: Upkeep) -> None:
+    job_id = place_job(services, state=JobState.QUEUED, node=None, retry_at=database_now() + HOUR)
+    upkeep.reclaim()
+    with services.db.reading() as session:
+        assert session.scalar(select(Job.retry_at <= database_now()).where(Job.id == job_id))
+
+
+@pytest.mark.parametrize(
+    ("looks", "set_at_last"),
+    [
+        ([(100.0, 0.0)], False),
+        ([(100.0, 0.0), (110.5, 10.0)], False),
+        ([(100.0, 0.0), (3710.0, 10.0)], True),
+        ([(100.0, 0.0), (-3490.0, 10.0)], True),
+        ([(100.0, 0.0), (3710.0, 10.0), (3720.0, 20.0)], False),
+    ],
+    ids=["first", "late", "forward", "back", "told once"],
+)
+def test_a_clock_was_set_when_it_went_another_way_than_a_monotonic_one(
+    looks: list[tuple[float, float]], set_at_last: bool
+) -> None:
+    clock = Clock()
+    assert [clock.was_set(*look) for look in looks][-1] is set_at_last
 
 
 def test_a_start_that_nobody_claimed_is_sent_again(services: Services, upkeep: Upkeep, heard: Heard) -> None:
