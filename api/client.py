@@ -46,6 +46,8 @@ PIECE = 1024 * 1024
 PART_BYTES = 16 * 1024 * 1024
 """A larger file is sent in parts of this size."""
 PUT_OFF = 429
+OVERTAKEN = frozenset({404, 409})
+"""Statuses of an upload that somebody else has ended meanwhile."""
 LATER = frozenset({502, 503, 504})
 """Statuses of a server, or of what stands before it, that may pass by themselves."""
 
@@ -155,8 +157,9 @@ class Client:
     ) -> Json:
         """Send a training file, a large one in parts; the answer has its `id`.
 
-        With `reuse`, a file that is there already, by name, content and purpose, is returned instead; trying again
-        after a broken connection is then safe, and is done.
+        With `reuse`, a file that is there already, by name, content and purpose, is returned instead, and parts that an
+        earlier call has sent are not sent again, also if its process was killed; trying again after a broken connection
+        is then safe, and is done.
         """
         if isinstance(file, Path):
             with file.open("rb") as opened:
@@ -168,7 +171,7 @@ class Client:
             if reuse and (there := self.uploaded(sha256=sent.sha256(), filename=label, purpose=purpose)):
                 return there
             if sent.total > PART_BYTES:
-                return self._in_parts(sent, label, purpose)
+                return self._in_parts(sent, label, purpose, resume=reuse)
             answer: Json = self._once(
                 "POST", "v1/files", data={"purpose": purpose}, files={"file": (label, sent)},
                 timeout=self._patient,
@@ -177,22 +180,45 @@ class Client:
 
         return self._tried(send, again=reuse)
 
-    def _in_parts(self, sent: _Counted, label: str, purpose: str) -> Json:
-        """A large file, of which a broken connection costs a part. One that is sent twice counts once."""
-        new = {"bytes": sent.total, "filename": label, "purpose": purpose, "mime_type": "application/octet-stream"}
-        upload = f"v1/uploads/{_part(self._json('POST', 'v1/uploads', json=new)['id'])}"
-        parts = []
+    def _in_parts(self, sent: _Counted, label: str, purpose: str, *, resume: bool) -> Json:
+        """A large file, of which a broken connection costs a part. With `resume`, what an earlier call has sent stays,
+        however that ended."""
+        new = {"bytes": sent.total, "filename": label, "purpose": purpose}
+        if resume:
+            listed = self._pages("v1/uploads", {"status": "pending", "limit": 100})
+            if open_ := next((upload for upload in listed if new.items() <= upload.items()), None):
+                try:
+                    return self._filled(open_["id"], sent, resume=True)
+                except ApiError as error:
+                    if error.status not in OVERTAKEN:
+                        raise
+                    if there := self.uploaded(sha256=sent.sha256(), filename=label, purpose=purpose):
+                        return there
+        begun = self._json("POST", "v1/uploads", json={**new, "mime_type": "application/octet-stream"})
+        return self._filled(begun["id"], sent, resume=resume)
+
+    def _filled(self, upload_id: str, sent: _Counted, *, resume: bool) -> Json:
+        """The file of an open upload, once the parts that it has not yet were sent."""
+        upload, parts = f"v1/uploads/{_part(upload_id)}", []
+        there: dict[str, str] = {}
+        if resume:
+            there = {part["md5"]: part["id"] for part in self._pages(f"{upload}/parts", {})}
         sent.seek(0)
         try:
             while piece := sent.read(PART_BYTES):
-                form = {"data": ("part", piece, "application/octet-stream")}
-                parts.append(self._json("POST", f"{upload}/parts", again=True, files=form)["id"])
+                # One is a part of the file once, also where it says twice the same.
+                part = there.pop(hashlib.md5(piece, usedforsecurity=False).hexdigest(), None)
+                if part is None:
+                    form = {"data": ("part", piece, "application/octet-stream")}
+                    part = self._json("POST", f"{upload}/parts", again=True, files=form)["id"]
+                parts.append(part)
             whole = {"part_ids": parts}
             file: Json = self._json("POST", f"{upload}/complete", again=True, json=whole, timeout=self._patient)["file"]
-        except BaseException:
+        except BaseException as error:
             # It would stay open for an hour, and its bytes count against the project's.
-            with suppress(TrainshedError):
-                self._json("POST", f"{upload}/cancel")
+            if not resume or (isinstance(error, ApiError) and error.status not in OVERTAKEN | LATER | {PUT_OFF}):
+                with suppress(TrainshedError):
+                    self._json("POST", f"{upload}/cancel")
             raise
         return file
 

@@ -230,6 +230,10 @@ class UploadOut(Out):
         )
 
 
+class UploadList(ListOut):
+    data: list[UploadOut]
+
+
 class UploadPartOut(Out):
     """OpenAI's part of an upload, with what tells whether it is the right one."""
 

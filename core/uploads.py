@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from sqlalchemy import Select, delete, select, update
+from sqlalchemy import Select, and_, delete, or_, select, update
 from sqlalchemy.orm import Session
 
 from core import audit, files, inspecting, paging, quotas
@@ -87,6 +87,20 @@ def get(session: Session, owner: Account, upload_id: str) -> Upload:
     if upload is None:
         raise NotFound(f"There is no upload {upload_id!r}.")
     return upload
+
+
+def page(
+    session: Session, owner: Account, *, after: str | None = None, limit: int = 20, wanted: str | None = None
+) -> Page[Upload]:
+    """The project's uploads, newest first; of one status where it is said."""
+    query = select(Upload).where(Upload.project_id == owner.project_id)
+    late = Upload.expires_at < database_now()
+    of_status = {
+        PENDING: (Upload.status == PENDING, ~late),
+        EXPIRED: (or_(Upload.status == EXPIRED, and_(Upload.status == PENDING, late)),),
+    }
+    where = () if wanted is None else of_status.get(wanted, (Upload.status == wanted,))
+    return paging.by_age(session, query, Upload.created_at, Upload.id, after=after, limit=limit, where=where)
 
 
 def status(session: Session, upload: Upload) -> str:

@@ -12,10 +12,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
 from api import forms
-from api.deps import AfterDep, OrderDep, OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep, WithinStorage
+from api.deps import (
+    AfterDep,
+    LimitDep,
+    OrderDep,
+    OwnerDep,
+    ReadingDep,
+    ServicesDep,
+    SessionDep,
+    SubmitterDep,
+    WithinStorage,
+)
 from api.errors import errors
 from api.forms import Form
-from api.schemas import UploadOut, UploadPartList, UploadPartOut
+from api.schemas import UploadList, UploadOut, UploadPartList, UploadPartOut
 from api.trips import OneTrip
 from core import files, uploads
 from core.errors import FileTooLarge, Forbidden, InvalidFile, InvalidMove, NotFound, QuotaExceeded, Unavailable
@@ -84,6 +94,21 @@ def create_upload(new: NewUpload, owner: SubmitterDep, session: SessionDep, serv
         file_expires_after=None if new.expires_after is None else new.expires_after.seconds,
     )
     return _shown(session, upload)
+
+
+@router.get("", responses=errors(NotFound))
+def list_uploads(
+    owner: OwnerDep,
+    session: ReadingDep,
+    after: AfterDep = None,
+    limit: LimitDep = 20,
+    status: Annotated[
+        Literal["pending", "completed", "cancelled", "expired"] | None, Query(description="Only uploads that are so.")
+    ] = None,
+) -> UploadList:
+    """List uploads, newest first: a process that was killed finds what it had begun. One that ended stays for a day."""
+    page = uploads.page(session, owner, after=after, limit=limit, wanted=status)
+    return UploadList(data=[_shown(session, upload) for upload in page.data], has_more=page.has_more)
 
 
 @router.get("/{upload_id}", responses=errors(NotFound))

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -234,6 +235,51 @@ def test_of_a_large_file_a_broken_connection_costs_a_part(live: Live, key, quick
     assert heard[-1] == ("a.txt", len(content), len(content))
     # 3440 bytes are four parts, and one of them was sent twice.
     assert transport.parts == 5
+
+
+UPLOADING = """
+import os, sys
+from pathlib import Path
+from api import client as module
+
+module.PART_BYTES = 1000
+sent = 0
+
+class Dying(module.Client):
+    def _json(self, method, path, **options):
+        global sent
+        answer = super()._json(method, path, **options)
+        if path.endswith("/parts") and method == "POST":
+            sent += 1
+            if sent == int(sys.argv[2]):
+                os.kill(os.getpid(), 9)
+        return answer
+
+with Dying(os.environ["TRAINSHED_URL"], os.environ["TRAINSHED_API_KEY"]) as client:
+    print(sent, client.upload(Path(sys.argv[1]), reuse=True)["id"], sent)
+"""
+
+
+def test_what_a_killed_upload_has_sent_is_not_sent_again_by_the_next_process(live: Live, key, http, tmp_path):
+    content = driving.TEXT * 3
+    (tmp_path / "large.txt").write_bytes(content)
+    env = os.environ | {"TRAINSHED_URL": live.url, "TRAINSHED_API_KEY": key}
+
+    def upload(kill_after: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", UPLOADING, str(tmp_path / "large.txt"), str(kill_after)]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+    assert upload(kill_after=4).returncode == -signal.SIGKILL
+    (open_,) = http.get("/v1/uploads", params={"status": "pending"}).json()["data"]
+    assert (open_["filename"], open_["bytes"]) == ("large.txt", len(content))
+    done = upload(kill_after=99)
+    # 5160 bytes are six parts, of which four were there.
+    assert done.stdout.split()[2] == "2", done.stderr
+    file = http.get(f"/v1/files/{done.stdout.split()[1]}").json()
+    assert file["sha256"] == driving.sha256(content)
+    assert http.get("/v1/uploads", params={"status": "pending"}).json()["data"] == []
+    (ended,) = http.get("/v1/uploads", params={"status": "completed"}).json()["data"]
+    assert (ended["id"], ended["file"]["id"]) == (open_["id"], file["id"])
 
 
 def test_a_large_file_that_is_refused_leaves_no_open_upload(live: Live, key, monkeypatch):
