@@ -102,6 +102,14 @@ def rotate(session: Session, owner: Account, endpoint_id: str, *, keep_old: bool
     return endpoint
 
 
+def tried(session: Session, owner: Account, endpoint_id: str, event_type: str) -> WebhookEndpoint:
+    """An endpoint that a sample is about to be sent to."""
+    check_type(event_type, param="event_type")
+    endpoint = get(session, owner, endpoint_id)
+    audit.record(session, owner, "webhook_endpoint.tested", endpoint_id, event_type=event_type)
+    return endpoint
+
+
 def delete(session: Session, owner: Account, endpoint_id: str) -> None:
     """Remove an endpoint, with what was still to be told to it."""
     session.delete(_locked(session, owner, endpoint_id))
