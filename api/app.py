@@ -33,6 +33,7 @@ from api.routes import (
     plans,
     projects,
     uploads,
+    visits,
     webhooks,
 )
 from api.sse import Streams
@@ -106,6 +107,7 @@ def create_app(services: Services) -> FastAPI:
         nodes,
         projects,
         keys,
+        visits,
         audit_logs,
         webhooks,
         health,

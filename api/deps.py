@@ -10,11 +10,11 @@ from fastapi import Depends, Header, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy.orm import Session
 
-from api import surroundings, trips
+from api import browsers, surroundings, trips
 from api.surroundings import MULTIPART_BYTES, Limit
 from api.trips import in_place
 from core import keys, quotas
-from core.errors import InvalidKey, TooManyRequests
+from core.errors import TooManyRequests
 from core.keys import Account
 from core.services import Services
 
@@ -60,10 +60,11 @@ def holding(scope: Scope, *, counted: bool = True) -> Callable[..., Awaitable[Ac
         organization: Annotated[str | None, Header(alias="openai-organization", include_in_schema=False)] = None,
         project: Annotated[str | None, Header(alias="openai-project", include_in_schema=False)] = None,
     ) -> Account:
-        if credentials is None:
-            raise InvalidKey("This route needs a key: send `Authorization: Bearer <key>`.")
         with trips.reading(services.db) as session:
-            found = keys.authenticate(session, credentials.credentials)
+            if credentials is None:
+                found = browsers.signed_in(session, request)
+            else:
+                found = keys.authenticate(session, credentials.credentials)
         if counted:
             count(request, services, found)
         found.belongs_to(organization=organization, project=project)

@@ -21,7 +21,8 @@ SUMMARY = "Training as a service, on your own machines."
 DESCRIPTION = """\
 Submit a pretrain or fine-tune job, watch it live, download a model that `transformers`, `peft` and `vllm` load.
 
-Every route under `/v1` takes `Authorization: Bearer <key>`. Every error is
+Every route under `/v1` takes `Authorization: Bearer <key>`; a browser may sign in with one and then read by a cookie
+(`POST /v1/visits`). Every error is
 `{"error": {"message", "type", "param", "code"}}` and every answer carries an `x-request-id`. Times are unix seconds,
 sizes are bytes. Every GET answers
 HEAD. Lists are `{"object": "list", "data": […], "has_more": bool}`: ask for the next page with `after`, the
@@ -38,6 +39,7 @@ TAGS = [
     {"name": "nodes", "description": "Hosts that run jobs."},
     {"name": "projects", "description": "Who owns things, apart from everyone else."},
     {"name": "keys", "description": "Who may do what."},
+    {"name": "visits", "description": "Browsers that signed in, so that their pages can listen to streams."},
     {"name": "audit", "description": "Who did what."},
     {"name": "webhooks", "description": "Be told when a job has ended. Messages are signed as Standard Webhooks says."},
     {"name": "service", "description": "Health and measures of this server; they need no key."},

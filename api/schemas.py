@@ -21,6 +21,7 @@ from core.models import (
     Project,
     Upload,
     UploadPart,
+    Visit,
     WebhookDelivery,
     WebhookEndpoint,
 )
@@ -867,6 +868,19 @@ class ProjectOut(Out):
             quotas=QuotasOut(**{name: getattr(project, name) for name in quotas.NAMES}),
             usage=ProjectUsageOut(**{name: getattr(usage, name) for name in quotas.NAMES}),
         )
+
+
+class VisitOut(Out):
+    """A browser that signed in. What lets it in is in a cookie."""
+
+    id: str
+    object: Literal["visit"] = "visit"
+    created_at: int
+    expires_at: int
+
+    @classmethod
+    def of(cls, visit: Visit) -> Self:
+        return cls(id=visit.id, created_at=int(visit.created_at), expires_at=int(visit.expires_at))
 
 
 class ProjectList(ListOut):

@@ -9,13 +9,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, bindparam, or_, select, update
+from sqlalchemy import Select, bindparam, delete, or_, select, update
 from sqlalchemy.orm import Session
 
 from core import audit, paging, projects
 from core.db import directly, lock
 from core.errors import Forbidden, InvalidKey, InvalidRequest, NotFound
-from core.models import ApiKey, Project, database_now
+from core.models import ApiKey, Project, Visit, database_now
 from core.paging import Page
 from core.projects import DEFAULT_PROJECT as DEFAULT_PROJECT
 from core.projects import ORGANIZATION
@@ -121,11 +121,11 @@ def authenticate(session: Session, bearer: str | None) -> Account:
 
 def closed(session: Session, key_ids: Collection[str]) -> set[str]:
     """Which of these keys open nothing any more."""
-    return set(key_ids) - set(session.scalars(_good(select(ApiKey.id)).where(ApiKey.id.in_(key_ids))))
+    return set(key_ids) - set(session.scalars(good(select(ApiKey.id)).where(ApiKey.id.in_(key_ids))))
 
 
-def _good(query: Select[Any]) -> Select[Any]:
-    """Those keys that open something at this moment."""
+def good(query: Select[Any]) -> Select[Any]:
+    """Of `query` those keys that open something at this moment."""
     return query.join(Project).where(
         ApiKey.revoked_at.is_(None),
         or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > database_now()),
@@ -134,7 +134,7 @@ def _good(query: Select[Any]) -> Select[Any]:
 
 
 # Built once: the statement of every request takes longer to put together than to run.
-_OPENING = _good(select(ApiKey.id, ApiKey.project_id, ApiKey.digest, ApiKey.scopes)).where(
+_OPENING = good(select(ApiKey.id, ApiKey.project_id, ApiKey.digest, ApiKey.scopes)).where(
     ApiKey.id.in_([SETTINGS_KEY, bindparam("named")])
 )
 
@@ -207,6 +207,7 @@ def _follow_settings(session: Session, admin_key: str) -> None:
         )
     elif key.digest != digest:
         key.digest, key.revoked_at = digest, None
+        session.execute(delete(Visit).where(Visit.key_id == SETTINGS_KEY))
     session.flush()
 
 

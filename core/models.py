@@ -140,6 +140,19 @@ class ApiKey(Base):
     revoked_at: Mapped[float | None]
 
 
+class Visit(Base):
+    """A browser that signed in with a key. Its token is in a cookie there; here is the digest."""
+
+    __tablename__ = "visits"
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    key_id: Mapped[str] = mapped_column(ForeignKey("api_keys.id", ondelete="CASCADE"), index=True)
+    digest: Mapped[str] = mapped_column(String(64))
+    """SHA-256 in hex."""
+    created_at: Mapped[float] = mapped_column(default=database_now())
+    expires_at: Mapped[float] = mapped_column(index=True)
+
+
 class File(Base):
     """An upload that passed validation; its bytes lie in storage under `storage_key`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import structlog
 
-from core import files, outbox, uploads
+from core import files, outbox, uploads, visits
 from core.services import Services
 from workers.duties import Duty, keep
 from workers.orders import Orders
@@ -28,6 +28,7 @@ class Expiry:
             Duty("expire uploads", EXPIRE_SECONDS, self.expire_uploads),
             Duty("forget uploads", FORGET_SECONDS, self.forget_uploads),
             Duty("forget webhooks", FORGET_SECONDS, self.forget_webhooks),
+            Duty("forget visits", FORGET_SECONDS, self.forget_visits),
         )
 
     def run(self, orders: Orders) -> None:
@@ -51,3 +52,7 @@ class Expiry:
     def forget_webhooks(self) -> None:
         with self.services.db.session() as session:
             outbox.forget(session)
+
+    def forget_visits(self) -> None:
+        with self.services.db.session() as session:
+            visits.forget(session)

@@ -56,10 +56,12 @@ def new_project(session: Session) -> str:
 
 
 @contextmanager
-def running(services: Services) -> Iterator[str]:
+def running(services: Services, port: int = 0) -> Iterator[str]:
     """The API of `services` in a thread; its URL."""
     app = create_app(services)
-    config = uvicorn.Config(app, http=Protocol, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, http=Protocol, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1
+    )
     server = Server(app, config)
     thread = threading.Thread(target=server.run, name="api", daemon=True)
     thread.start()

@@ -97,6 +97,11 @@ class Scene:
         id_: str = self.http.post("/v1/keys", json={"name": "a"}).json()["id"]
         return id_
 
+    def cookie(self) -> str:
+        set_ = self.http.post("/v1/visits").headers["set-cookie"]
+        self.http.cookies.clear()
+        return set_.partition(";")[0]
+
     def endpoint(self) -> str:
         body = {"name": "a", "url": "http://127.0.0.1:9/hook", "event_types": ["job.failed"]}
         id_: str = self.http.post("/v1/webhook_endpoints", json=body).json()["id"]
@@ -144,6 +149,8 @@ SUCCEEDS: dict[str, Callable[[Scene], Asked]] = {
     "post /v1/projects/{project_id}/archive": lambda of: (f"/v1/projects/{of.project()}/archive", {}),
     "post /v1/keys": lambda of: ("/v1/keys", {"json": {"name": "a"}}),
     "delete /v1/keys/{key_id}": lambda of: (f"/v1/keys/{of.key()}", {}),
+    "post /v1/visits": lambda of: ("/v1/visits", {}),
+    "delete /v1/visits": lambda of: ("/v1/visits", {"headers": {"cookie": of.cookie()}}),
     "post /v1/webhook_endpoints": lambda of: (
         "/v1/webhook_endpoints",
         {"json": {"name": "a", "url": "http://127.0.0.1:9/hook", "event_types": ["job.failed"]}},
