@@ -34,6 +34,7 @@ class Calibration:
         self.of = [settings.node_name, hardware.device, hardware.num_slots, hardware.slot_memory_bytes, cores()]
         """What the figures hold for."""
         self._process: subprocess.Popen[str] | None = None
+        self._stopped = False
 
     def facts(self) -> dict[str, Any] | None:
         """What the engine finds a slot to do, or found when it was asked before; None: it failed, or was stopped."""
@@ -45,6 +46,7 @@ class Calibration:
         return facts
 
     def stop(self) -> None:
+        self._stopped = True
         if self._process is not None:
             self._process.kill()
 
@@ -66,7 +68,7 @@ class Calibration:
             )
             with self._process as process:
                 try:
-                    said, _ = process.communicate(timeout=MOST_SECONDS)
+                    said, _ = process.communicate(timeout=0 if self._stopped else MOST_SECONDS)
                 finally:
                     process.kill()
             return _checked(json.loads(said))
