@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from math import ceil
 from typing import Annotated, Literal
 
 from fastapi import Depends, Header, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from api import browsers, surroundings, trips
@@ -17,6 +19,7 @@ from core import keys, quotas
 from core.errors import TooManyRequests
 from core.keys import Account
 from core.services import Services
+from core.tries import Try
 
 Scope = Literal["read", "submit", "admin"]
 
@@ -116,4 +119,30 @@ WithinStorage = Depends(in_place(within_storage))
 AfterDep = Annotated[str | None, Query(max_length=64, description="Id of the last item of the page before.")]
 LimitDep = Annotated[int, Query(ge=1, le=100, description="Items in a page.")]
 OrderDep = Annotated[Literal["asc", "desc"], Query(description="By time.")]
-RetriesDep = Annotated[int, Header(alias="x-stainless-retry-count", ge=0, include_in_schema=False)]
+
+
+@dataclass(frozen=True)
+class Trying:
+    """What a create says of its other tries."""
+
+    idempotency_key: str | None
+    number: int
+    came_at: float
+
+    def of(self, owner: Account, ask: BaseModel) -> Try:
+        body = ask.model_dump_json().encode()
+        return Try.of(owner, body, idempotency_key=self.idempotency_key, number=self.number, came_at=self.came_at)
+
+
+def trying(
+    request: Request,
+    idempotency_key: Annotated[
+        str | None, Header(min_length=1, max_length=255, description="The same key again returns the same job.")
+    ] = None,
+    retries: Annotated[int, Header(alias="x-stainless-retry-count", ge=0, le=10**6, include_in_schema=False)] = 0,
+) -> Trying:
+    return Trying(idempotency_key, retries, surroundings.of(request.scope).came_at)
+
+
+TryingDep = Annotated[Trying, Depends(in_place(trying))]
+"""Which try of a create this is."""

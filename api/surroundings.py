@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from time import monotonic
 
 from starlette.types import Scope
 
@@ -24,6 +25,8 @@ class Surroundings:
     """Made before anybody looks at the request, and heeded until its answer has gone out."""
 
     request_id: str
+    came_at: float = field(default_factory=monotonic)
+    """When it came, on the monotonic clock."""
     headers: dict[str, str] = field(default_factory=dict)
     """What the answer gets, whatever it is."""
     limit: Limit | None = None

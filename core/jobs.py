@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Select, TableValuedAlias, bindparam, delete, func, insert, null, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from core import audit, catalog, files, hints, history, nodes, outbox, paging, projects, quotas
+from core import audit, catalog, files, hints, history, nodes, outbox, paging, projects, quotas, tries
 from core.db import SCHEDULING, directly, lock
 from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound
 from core.failures import failure
@@ -27,12 +25,11 @@ from core.resolve import BaseFacts, Resolution, resolve
 from core.settings import Settings
 from core.spec import MOST_LABELS, JobChange, JobSpec
 from core.states import HELD, LIMITS, MOVES, RETRIABLE, TERMINAL, UNDER_WAY, JobState, sources
+from core.tries import UNIQUE, Try
 from engine.events import ErrorCode, Event, Started
 
 S = JobState
 
-RETRY_WINDOW = timedelta(minutes=10)
-"""How long an identical create that says it is a retry is taken for one."""
 CANCELLED_AT_ONCE = 100
 """Jobs that one transaction ends where a whole project is closed."""
 _FIRST_BACK_OFF = 1.0
@@ -49,32 +46,28 @@ def create(
     *,
     settings: Settings,
     reading: Session | None = None,
-    idempotency_key: str | None = None,
-    request_digest: str | None = None,
-    retried: bool = False,
+    this: Try = UNIQUE,
     prefix: Literal["job", "ftjob"] = "job",
 ) -> Job:
-    """Queue a job; or return the one that this very request made before.
+    """Queue a job; or return the one that another try of this create made.
 
-    The same `idempotency_key` within a project is the same request; without one, the same `request_digest` is, if the
-    client says that it `retried`. The `prefix` of its id tells in whose words it was asked for, and nothing else.
+    The `prefix` of its id tells in whose words it was asked for, and nothing else.
 
     What it needs is looked up in `reading`, and the run worked out from that, before `session` has locked anything;
     without another session, in this one.
     """
     looking = session if reading is None else reading
-    same = partial(_earlier, owner=owner, idempotency_key=idempotency_key, request_digest=request_digest)
-    if earlier := same(looking, retried=retried):
+    if not this.may_be_first and (earlier := tries.made_before(looking, owner, this)):
         return earlier
     needed = _needed(looking, owner, spec, settings)
     resolution = _resolved(looking, spec, needed)
     if reading is not None:
         # A connection is not held while another is waited for.
         reading.rollback()
-    if idempotency_key is None and request_digest is not None:
-        # The first try may still be on its way; what it does must be visible before the retry looks.
-        lock(session, f"create {request_digest}")
-        if retried and (earlier := same(session, retried=True)):
+    if this.idempotency_key is None and this.digest is not None:
+        # Another try may still be on its way; what it does must be visible before this one looks.
+        lock(session, f"create {this.digest}")
+        if earlier := tries.made_before(session, owner, this):
             return earlier
     quotas.require_room_for_jobs(session, projects.active(session, owner, owner.project_id))
     _keep(session, owner, spec, needed, settings)
@@ -94,17 +87,18 @@ def create(
         "slots": resolution.slots,
         "state": S.QUEUED,
         "queue_reason": "waits for the scheduler's next look",
-        "idempotency_key": idempotency_key,
-        "request_digest": request_digest,
+        "idempotency_key": this.idempotency_key,
+        "request_digest": this.digest,
+        "made_by_retry": this.number,
         "last_event": 1,
     }
     try:
         # Only a key can collide, and what it collided with is still to be read then.
-        with session.begin_nested() if idempotency_key else nullcontext():
+        with session.begin_nested() if this.idempotency_key else nullcontext():
             directly(session, _NEW, values)
     except IntegrityError:
         # Two requests with one key at once: the other was first.
-        if idempotency_key and (earlier := same(session, retried=retried)):
+        if this.idempotency_key and (earlier := tries.made_before(session, owner, this)):
             return earlier
         raise
     job = session.get_one(Job, job_id)
@@ -145,32 +139,6 @@ def _keep(session: Session, owner: Account, spec: JobSpec, needed: _Needed, sett
     if needed.base is not None:
         catalog.keep(session, owner, needed.base, models=settings.models)
     files.keep(session, owner, spec.files())
-
-
-def digest(owner: Account, body: bytes) -> str:
-    """What makes two creates the same request: who holds the key, and the body."""
-    return hashlib.sha256(owner.key_id.encode() + b"\0" + body).hexdigest()
-
-
-def _earlier(
-    session: Session, owner: Account, idempotency_key: str | None, request_digest: str | None, *, retried: bool
-) -> Job | None:
-    mine = select(Job).where(Job.project_id == owner.project_id)
-    if idempotency_key is not None:
-        job = session.scalars(mine.where(Job.idempotency_key == idempotency_key)).one_or_none()
-        if job is not None and request_digest is not None and job.request_digest not in {None, request_digest}:
-            raise InvalidSpec(
-                f"The Idempotency-Key {idempotency_key!r} made job {job.id} from another body; use a new key.",
-                param="Idempotency-Key",
-            )
-        return job
-    if request_digest is None or not retried:
-        return None
-    return session.scalars(
-        mine.where(Job.request_digest == request_digest, Job.created_at > database_now() - RETRY_WINDOW.total_seconds())
-        .order_by(Job.created_at.desc())
-        .limit(1)
-    ).one_or_none()
 
 
 # Looking

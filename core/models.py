@@ -273,7 +273,9 @@ class Job(Base):
     idempotency_key: Mapped[str | None] = mapped_column(Name)
     """What the client named this create; the same name again is the same job."""
     request_digest: Mapped[str | None] = mapped_column(String(64), index=True)
-    """SHA-256 of key holder and body, by which a retry without a name is known."""
+    """SHA-256 of the body, and of the key holder where the create has no name, by which another try of it is known."""
+    made_by_retry: Mapped[int] = mapped_column(default=0)
+    """How many tries of the same create its client had made before this one; they may still arrive."""
     created_at: Mapped[float] = mapped_column(default=database_now())
     started_at: Mapped[float | None]
     finished_at: Mapped[float | None]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Header, Path, Query
+from fastapi import APIRouter, Depends, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
@@ -16,10 +16,10 @@ from api.deps import (
     LimitDep,
     OwnerDep,
     ReadingDep,
-    RetriesDep,
     ServicesDep,
     SessionDep,
     SubmitterDep,
+    TryingDep,
 )
 from api.errors import errors
 from api.labels import wanted_by
@@ -93,10 +93,7 @@ def create(
     session: SessionDep,
     reading: ReadingDep,
     services: ServicesDep,
-    idempotency_key: Annotated[
-        str | None, Header(min_length=1, max_length=255, description="The same key again returns the same job.")
-    ] = None,
-    retries: RetriesDep = 0,
+    trying: TryingDep,
 ) -> FineTuningJobOut:
     """Start a fine-tune, in OpenAI's words.
 
@@ -112,9 +109,7 @@ def create(
             openai_jobs.spec_of(ask),
             settings=services.settings,
             reading=reading,
-            idempotency_key=idempotency_key,
-            request_digest=jobs.digest(owner, ask.model_dump_json().encode()),
-            retried=retries > 0,
+            this=trying.of(owner, ask),
             prefix="ftjob",
         )
     except DomainError as error:

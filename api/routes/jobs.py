@@ -16,10 +16,10 @@ from api.deps import (
     OrderDep,
     OwnerDep,
     ReadingDep,
-    RetriesDep,
     ServicesDep,
     SessionDep,
     SubmitterDep,
+    TryingDep,
 )
 from api.errors import errors
 from api.labels import wanted_by
@@ -56,10 +56,7 @@ def submit(
     session: SessionDep,
     reading: ReadingDep,
     services: ServicesDep,
-    idempotency_key: Annotated[
-        str | None, Header(min_length=1, max_length=255, description="The same key again returns the same job.")
-    ] = None,
-    retries: RetriesDep = 0,
+    trying: TryingDep,
 ) -> JobOut:
     """Submit a job.
 
@@ -72,9 +69,7 @@ def submit(
         spec,
         settings=services.settings,
         reading=reading,
-        idempotency_key=idempotency_key,
-        request_digest=jobs.digest(owner, spec.model_dump_json().encode()),
-        retried=retries > 0,
+        this=trying.of(owner, spec),
     )
     return shown(session, job)
 

@@ -1,11 +1,14 @@
 """Jobs over HTTP: refused at once where they can't run, made once however often they are asked for, told of in full."""
 
 import json
+import socket
+from http.client import HTTPResponse
 
 import pytest
 
 from core import checkpoints, nodes, scheduler
 from tests.api import driving
+from tests.api.conftest import DEADLINE_SECONDS
 from tests.api.test_requests import envelope
 
 
@@ -80,6 +83,34 @@ def test_a_retry_of_the_openai_client_makes_no_second_job_and_a_new_wish_does(ht
     assert create(2) == first
     assert create(0) != first
     assert create(1, priority=1) != first
+
+
+def test_a_try_that_arrives_whole_after_its_own_retry_makes_no_second_job(live, http, key):
+    body = json.dumps(driving.spec(driving.upload(http)["id"])).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "expect": "100-continue",
+               "authorization": f"Bearer {key}", "host": "x", "x-stainless-retry-count": "0"}  # fmt: skip
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_SECONDS) as first:
+        first.sendall(f"POST /v1/jobs HTTP/1.1\r\n{head}\r\n".encode())
+        # So it is there, and waited for.
+        assert first.recv(100).startswith(b"HTTP/1.1 100")
+        retry = {"content-type": "application/json", "x-stainless-retry-count": "1"}
+        made = http.post("/v1/jobs", content=body, headers=retry).json()["id"]
+        first.sendall(body)
+        late = HTTPResponse(first, method="POST")
+        late.begin()
+        assert (late.status, json.loads(late.read())["id"]) == (201, made)
+    assert http.post("/v1/jobs", content=body, headers=retry | {"x-stainless-retry-count": "0"}).json()["id"] != made
+    assert len(http.get("/v1/jobs").json()["data"]) == 2
+
+
+def test_an_idempotency_key_stays_good_when_the_api_key_is_another(live, http):
+    body, headers = driving.spec(driving.upload(http)["id"]), {"idempotency-key": "a"}
+    first = http.post("/v1/jobs", json=body, headers=headers).json()
+    new = http.post("/v1/keys", json={"name": "after it"}).json()["secret"]
+    with live.http(new) as rotated:
+        assert rotated.post("/v1/jobs", json=body, headers=headers).json()["id"] == first["id"]
 
 
 def test_cancelling_twice_is_fine_and_what_has_ended_says_not_to_try_again(live, http):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from core.settings import Settings
 from core.spec import MOST_LABELS, JobChange
 from core.states import HELD, MOVES, TERMINAL, UNDER_WAY, JobState
 from core.storage import Storage
+from core.tries import RETRY_WINDOW, Try
 from tests import make
 from tests.fakes.hints import Heard
 
@@ -543,18 +545,22 @@ def test_a_spec_that_needs_more_than_the_largest_node_is_refused_with_what_would
 
 def test_the_same_idempotency_key_is_the_same_job(session: Session, owner: Account, tmp_settings: Settings) -> None:
     make.file(session)
-    first = jobs.create(
-        session, owner, make.spec(), settings=tmp_settings, idempotency_key="k", request_digest="a" * 64
-    )
-    again = jobs.create(
-        session, owner, make.spec(), settings=tmp_settings, idempotency_key="k", request_digest="a" * 64
-    )
-    other = jobs.create(
-        session, owner, make.spec(), settings=tmp_settings, idempotency_key="l", request_digest="a" * 64
-    )
-    assert again.id == first.id != other.id
+
+    def create(name: str, body: bytes = b"a", *, by: Account = owner) -> Job:
+        this = Try.of(by, body, idempotency_key=name)
+        return jobs.create(session, by, make.spec(), settings=tmp_settings, this=this)
+
+    first = create("k")
+    assert create("k").id == first.id != create("l").id
+    # The key that was used before may have been revoked meanwhile.
+    rotated = Account(project_id=owner.project_id, key_id="key-after-it", scopes=owner.scopes)
+    assert create("k", by=rotated).id == first.id
     with pytest.raises(InvalidSpec, match="another body"):
-        jobs.create(session, owner, make.spec(), settings=tmp_settings, idempotency_key="k", request_digest="b" * 64)
+        create("k", b"b")
+    # So it was kept before the name was the project's.
+    first.request_digest = Try.of(owner, b"a").digest
+    session.flush()
+    assert create("k").id == first.id
 
 
 def test_an_idempotency_key_belongs_to_its_project(session: Session, owner: Account, tmp_settings: Settings) -> None:
@@ -562,9 +568,9 @@ def test_an_idempotency_key_belongs_to_its_project(session: Session, owner: Acco
     make.project(session, "proj-other")
     make.file(session, id="file-theirs", project_id="proj-other")
     other = Account(project_id="proj-other", key_id="key-other", scopes=frozenset({"submit"}))
-    ours = jobs.create(session, owner, make.spec(), settings=tmp_settings, idempotency_key="k")
+    ours = jobs.create(session, owner, make.spec(), settings=tmp_settings, this=Try(idempotency_key="k"))
     theirs = jobs.create(
-        session, other, make.spec(data={"train": ["file-theirs"]}), settings=tmp_settings, idempotency_key="k"
+        session, other, make.spec(data={"train": ["file-theirs"]}), settings=tmp_settings, this=Try(idempotency_key="k")
     )
     assert ours.id != theirs.id
 
@@ -573,24 +579,50 @@ def test_a_retried_create_is_the_same_job_and_an_identical_new_one_is_not(
     session: Session, owner: Account, tmp_settings: Settings
 ) -> None:
     make.file(session)
-    digest = jobs.digest(owner, b"the body")
-    first = jobs.create(session, owner, make.spec(), settings=tmp_settings, request_digest=digest)
-    retry = jobs.create(session, owner, make.spec(), settings=tmp_settings, request_digest=digest, retried=True)
-    fresh = jobs.create(session, owner, make.spec(), settings=tmp_settings, request_digest=digest)
-    assert retry.id == first.id != fresh.id
+
+    def create(number: int) -> Job:
+        this = Try.of(owner, b"the body", number=number, came_at=monotonic())
+        return jobs.create(session, owner, make.spec(), settings=tmp_settings, this=this)
+
+    first = create(0)
+    first.created_at -= 0.1
+    session.flush()
+    assert create(1).id == first.id != create(0).id
+
+
+def test_a_first_try_that_its_own_retry_overtook_is_the_same_job_and_a_new_wish_is_not(
+    session: Session, owner: Account, tmp_settings: Settings
+) -> None:
+    make.file(session)
+
+    def create(number: int, came_at: float) -> Job:
+        this = Try.of(owner, b"the body", number=number, came_at=came_at)
+        return jobs.create(session, owner, make.spec(), settings=tmp_settings, this=this)
+
+    first_came = monotonic()
+    made = create(1, monotonic())
+    assert create(0, first_came).id == made.id
+    # Whoever asks after the answer wants another.
+    made.created_at -= 0.1
+    session.flush()
+    fresh = create(0, monotonic())
+    assert fresh.id != made.id
+    # Two first tries at once are two wishes, also where they are alike.
+    both_came = monotonic()
+    assert len({create(0, both_came).id, create(0, both_came).id, made.id, fresh.id}) == 4
 
 
 def test_a_retry_is_one_only_for_a_while_and_only_for_its_key(
     session: Session, owner: Account, tmp_settings: Settings
 ) -> None:
     make.file(session)
-    digest = jobs.digest(owner, b"the body")
-    old = jobs.create(session, owner, make.spec(), settings=tmp_settings, request_digest=digest)
-    old.created_at -= jobs.RETRY_WINDOW.total_seconds() + 1
-    late = jobs.create(session, owner, make.spec(), settings=tmp_settings, request_digest=digest, retried=True)
+    this = Try.of(owner, b"the body", number=1)
+    old = jobs.create(session, owner, make.spec(), settings=tmp_settings, this=this)
+    old.created_at -= RETRY_WINDOW.total_seconds() + 1
+    late = jobs.create(session, owner, make.spec(), settings=tmp_settings, this=this)
     assert late.id != old.id
     other_key = Account(project_id=owner.project_id, key_id="key-other", scopes=owner.scopes)
-    assert jobs.digest(other_key, b"the body") != digest
+    assert Try.of(other_key, b"the body").digest != this.digest
 
 
 # Looking

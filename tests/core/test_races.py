@@ -21,6 +21,7 @@ from core.models import ApiKey, Job, JobEvent, Model, Slot, WebhookDelivery
 from core.settings import Settings
 from core.states import JobState
 from core.storage import Storage
+from core.tries import Try
 from tests import make
 from tests.core.test_catalog import CONFIG, folder
 from tests.fakes.hints import Heard
@@ -147,9 +148,7 @@ def test_creates_at_once_that_are_the_same_make_one_job(
                 owner,
                 make.spec(),
                 settings=settings,
-                idempotency_key=key,
-                request_digest="d" * 64,
-                retried=retried,
+                this=Try.of(owner, b"the body", idempotency_key=key, number=int(retried)),
             ).id
         )
 

@@ -1,0 +1,86 @@
+"""Tries of one create: a client that got no answer asks again, in any order of arrival, and one job is made.
+
+A client that names its create (`Idempotency-Key`) is believed for ever, within its project. The openai client names
+none, but counts its tries: what says that it is a retry is the same as what its key asked before, and a first try that
+its own retry overtook is known by having been here when that made the job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import timedelta
+from time import monotonic
+from typing import Self
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core.errors import InvalidSpec
+from core.keys import Account
+from core.models import Job, database_now
+
+RETRY_WINDOW = timedelta(minutes=10)
+"""How long an identical create that says it is a retry is taken for one."""
+
+
+@dataclass(frozen=True)
+class Try:
+    """One of them."""
+
+    idempotency_key: str | None = None
+    digest: str | None = None
+    """Of the body, and of who sent it where it has no name; None is no other's equal."""
+    sender_digest: str | None = None
+    """Of the body and of who sent it. So were the digests of named ones, too, before names were the project's."""
+    number: int = 0
+    """How many tries its client made before."""
+    came_at: float | None = None
+    """On this host's monotonic clock."""
+
+    @classmethod
+    def of(
+        cls,
+        owner: Account,
+        body: bytes,
+        *,
+        idempotency_key: str | None = None,
+        number: int = 0,
+        came_at: float | None = None,
+    ) -> Self:
+        sent = hashlib.sha256(owner.key_id.encode() + b"\0" + body).hexdigest()
+        digest = sent if idempotency_key is None else hashlib.sha256(body).hexdigest()
+        return cls(idempotency_key, digest, sent, number, came_at)
+
+    @property
+    def may_be_first(self) -> bool:
+        """Whether it may be that nothing was asked before, so that only a look under the lock tells."""
+        return self.idempotency_key is None and self.number == 0
+
+
+UNIQUE = Try()
+"""A create that nobody tries twice."""
+
+
+def made_before(session: Session, owner: Account, this: Try) -> Job | None:
+    """The job that another try of the same create made. InvalidSpec where its name made one from another body."""
+    mine = select(Job).where(Job.project_id == owner.project_id)
+    if this.idempotency_key is not None:
+        job = session.scalars(mine.where(Job.idempotency_key == this.idempotency_key)).one_or_none()
+        if job is not None and job.request_digest not in {None, this.digest, this.sender_digest}:
+            raise InvalidSpec(
+                f"The Idempotency-Key {this.idempotency_key!r} made job {job.id} from another body; use a new key.",
+                param="Idempotency-Key",
+            )
+        return job
+    if this.digest is None or (this.number == 0 and this.came_at is None):
+        return None
+    # Where the transaction has to wait until it may begin, it does so before it is reckoned how long ago this try came.
+    session.connection()
+    same = mine.where(Job.request_digest == this.digest)
+    if this.number == 0:
+        waited = monotonic() - (this.came_at or 0.0)
+        same = same.where(Job.made_by_retry > 0, Job.created_at >= database_now() - waited)
+    else:
+        same = same.where(Job.created_at > database_now() - RETRY_WINDOW.total_seconds())
+    return session.scalars(same.order_by(Job.created_at.desc()).limit(1)).one_or_none()
