@@ -52,8 +52,12 @@ class Ledger:
         return made
 
     def region(self, operation: Operation, part: Callable[..., T], *inputs: object) -> T:
-        """`part(*inputs)`; where `operation` is replayed, nothing that `part` saves is kept, but its inputs are."""
-        return recomputed(part, *inputs) if operation in self.operations else part(*inputs)
+        """`part(*inputs)`; where `operation` is replayed, nothing that `part` saves is kept, but its inputs are.
+
+        `part` has no parameters: where no input needs a gradient, it saves nothing, and nothing is kept.
+        """
+        learns = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        return recomputed(part, *inputs) if learns and operation in self.operations else part(*inputs)
 
     def output(self, operation: Operation, part: Callable[..., T], *inputs: object) -> T:
         """`part(*inputs)`, a tensor or several; where `operation` is replayed, whoever saves them saves a recipe.

@@ -13,6 +13,8 @@ CHUNK_LOGITS = 2**24
 PRODUCT = 2**21
 """Elements of the output's gradient that a CPU makes at once."""
 ID = 8
+CACHED = 2**18
+"""Elements in fp32 of a core's cache."""
 MASKED_ON_CUDA, MASKED_ON_CPU = 2**26, 2**17
 """Elements of a mask of dropout that are drawn at once."""
 CPU_QUERIES = 256
@@ -40,11 +42,19 @@ def logits(setting: Setting, *, trains: bool) -> int:
     shape = setting.shape
     share = -(-shape.vocab_size // setting.parallel.tensor)
     chunk = min(setting.tokens, max(1, CHUNK_LOGITS // share)) * share
-    # On a CPU the product is made and added some rows at a time.
-    product = share * shape.hidden_size if setting.on_cuda else min(share * shape.hidden_size, PRODUCT)
+    whole = share * shape.hidden_size
+    # On a CPU the product is made some rows at a time, and added in fp32 in the cores' caches.
+    product = (
+        setting.element * whole if setting.on_cuda else setting.element * min(whole, PRODUCT) + _widened(setting, whole)
+    )
     # Once as they are; in fp32 for what becomes of them, and when that is gone, what they add to the weight's gradient.
-    passing = max(FP32 * chunk, setting.element * product * trains)
+    passing = max(FP32 * chunk, product * trains)
     return setting.element * chunk + passing + setting.tokens * OF_A_LABEL
+
+
+def _widened(setting: Setting, elements: int) -> int:
+    """Bytes of what a CPU adds to fp32 at once."""
+    return 0 if setting.element == FP32 else FP32 * min(elements, CACHED)
 
 
 def loss_gathered(setting: Setting) -> int:

@@ -124,6 +124,8 @@ class Cost:
     """FLOPs of matrix products that are done once more."""
     elementwise: int
     """Other FLOPs that are done once more, about."""
+    traffic: int = 0
+    """Bytes that are read and written for it."""
 
     @property
     def flops(self) -> int:
@@ -135,11 +137,32 @@ def cost(setting: Setting, operations: Collection[Operation]) -> Cost:
     layer = Layer(setting)
     if "layer" in operations:
         elementwise = sum(recipe.elementwise for recipe in layer.recipes.values())
-        return Cost(layer.sizes["x"], layer.products, elementwise)
-    reads = list(layer.read)
-    core = "attention_core" in operations
-    reads += layer.core_inputs if core else layer.core_read
-    kept: set[str] = set()
+        return Cost(layer.sizes["x"], layer.products, elementwise, sum(layer.sizes.values()))
+    kept, replayed = _split(layer, operations)
+    core = bool(layer.core_inputs) and "attention_core" in operations
+    products = sum(recipe.products for recipe in replayed.values()) + core * layer.core_products
+    # What is read and written: inputs of what is repeated, and what is made.
+    passing = {name for recipe in replayed.values() for name in recipe.inputs} | set(layer.core_inputs if core else ())
+    passing |= {name for name, by in layer.made_by.items() if by in replayed} | ({"mixed"} if core else set())
+    return Cost(
+        saved=sum(layer.sizes[name] for name in kept),
+        products=products,
+        elementwise=sum(recipe.elementwise for recipe in replayed.values()),
+        traffic=sum(layer.sizes[name] for name in passing),
+    )
+
+
+def kept(setting: Setting, operations: Collection[Operation]) -> dict[str, int]:
+    """Bytes of each tensor that a layer keeps where `operations` are replayed, by the layer's names for them."""
+    layer = Layer(setting)
+    names = {"x"} if "layer" in operations else _split(layer, operations)[0]
+    return {name: layer.sizes[name] for name in sorted(names)}
+
+
+def _split(layer: Layer, operations: Collection[Operation]) -> tuple[set[str], dict[str, Recipe]]:
+    """Which tensors are kept, and which recipes are followed."""
+    reads = [*layer.read, *(layer.core_inputs if "attention_core" in operations else layer.core_read)]
+    names: set[str] = set()
     replayed: dict[str, Recipe] = {}
     while reads:
         name = reads.pop()
@@ -150,12 +173,8 @@ def cost(setting: Setting, operations: Collection[Operation]) -> Cost:
             replayed[by] = layer.recipes[by]
             reads += replayed[by].inputs
         else:
-            kept.add(name)
-    return Cost(
-        saved=sum(layer.sizes[name] for name in kept),
-        products=sum(recipe.products for recipe in replayed.values()) + core * layer.core_products,
-        elementwise=sum(recipe.elementwise for recipe in replayed.values()),
-    )
+            names.add(name)
+    return names, replayed
 
 
 @dataclass(frozen=True)
@@ -216,7 +235,7 @@ class Layer:
         """Tensors that backward reads, whatever is replayed."""
         self.core_read: list[str] = []
         """Tensors that the attention core's backward reads besides, unless the core is replayed from `core_inputs`."""
-        self.core_inputs = ("q", "k", "v")
+        self.core_inputs: tuple[str, ...] = ()
         self.core_products = 0
         self.products = 0
         """FLOPs of the whole layer's matrix products, forward."""
@@ -251,13 +270,15 @@ class Layer:
     def _core(self, learn: Collection[str]) -> None:
         """What softmax(Q K^T) V keeps where these of the three need a gradient."""
         heads = self.shape.num_heads // self.ranks
+        self.core_inputs = ("q", "k", "v")
+        shares = self.setting.parallel.context > 1
         if not self.shape.attention_dropout:
             # The logarithm of each row's sum, and the output, which the matrix behind it reads too.
             self._tensor("core.sums", FP32 * self.setting.tokens * heads)
             self.core_read = [*self.core_inputs, "core.sums", "mixed"]
             if self._repeats_keys():
                 # Copies of all keys in sight, one for each query head. Context ranks keep their own keys besides.
-                own = self.core_inputs if self.setting.parallel.context > 1 else ("q",)
+                own = self.core_inputs if shares else ("q",)
                 for name in ("k", "v"):
                     self._tensor(
                         f"{name}.repeated", self.element * self.setting.keys_in_sight * heads * self.shape.head_dim
@@ -265,8 +286,8 @@ class Layer:
                 self.core_read = [*own, "k.repeated", "v.repeated", "core.sums", "mixed"]
             return
         # The probabilities, their mask and what it leaves of them: 5 bytes a score (Korthikanti et al. 2022, section
-        # 4.1). Products read copies of queries, keys and values; of one row's, keys and values themselves.
-        scores = heads * self.setting.scores
+        # 4.1). Products read copies of queries, keys and values; of one row or head, keys and values themselves.
+        scores, width = heads * self.setting.scores, keys_per_rank(self.shape, tensor=self.ranks)
         self._tensor("chances", self.element * scores)
         self.recipes["dropped"] = Recipe("dropout", ("chances",), 0, MASK * scores)
         self._tensor("dropped", self.element * scores, "dropped")
@@ -274,11 +295,18 @@ class Layer:
         self.core_read = ["chances", self._mask("chances", scores)] if scores_learn else []
         # A product's gradient by one side needs the other.
         self.core_read += ["dropped"] if "v" in learn else []
+        if shares:
+            # A context rank keeps its own keys and values, and gathers the others' again; and what became of all.
+            self.core_read += ["k", "v", "mixed"]
         for name, is_read in {"q": "k" in learn, "k": "q" in learn, "v": scores_learn}.items():
-            if is_read:
-                is_copy = name == "q" or self.setting.micro_batch > 1
-                self._tensor(f"{name}.read", self.sizes[name], None if is_copy else self.made_by[name])
-                self.core_read.append(f"{name}.read")
+            is_copy = name == "q" or (self.setting.micro_batch > 1 and width > self.shape.head_dim)
+            if not is_read or (shares and not is_copy):
+                continue
+            size = self.sizes[name]
+            if shares and name != "q":
+                size = self.element * self.setting.keys_in_sight * width
+            self._tensor(f"{name}.read", size, None if is_copy else self.made_by[name])
+            self.core_read.append(f"{name}.read")
 
     def _repeats_keys(self) -> bool:
         """The CUDA kernel that takes a mask knows no groups of heads, and is given a copy for each head."""
