@@ -6,6 +6,7 @@ What each operation is worth is `engine.plan.recompute`'s; how many micro-batche
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from itertools import combinations
 
 from engine.config import ModelShape, Operation, Parallel, Recompute, RunConfig
@@ -72,6 +73,39 @@ def cheapest(setting: Setting, *, layers: int, budget: int) -> frozenset[Operati
         return costs.flops, len(some), costs.saved
 
     return min(fitting, key=price)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What replaying these operations takes and costs, in all layers that wait."""
+
+    operations: frozenset[Operation]
+    bytes: int
+    """Of activations, with what one layer has besides while what it dropped is made again."""
+    flops: int
+    """Done once more."""
+    seconds: float
+    """In which they are done, about."""
+
+
+def frontier(setting: Setting, *, layers: int, flops_per_second: float, bytes_per_second: float) -> list[Choice]:
+    """The choices worth making, from what keeps all to what keeps least: bytes fall, FLOPs and seconds rise.
+
+    Each other choice takes more bytes than one of these, or as many, and is in FLOPs or in seconds no better.
+    `layers` are those of all micro-batches that wait for their backward pass.
+    """
+    found: list[Choice] = []
+    for some in choices(setting):
+        each = cost(setting, some)
+        seconds = each.products / flops_per_second + each.traffic / bytes_per_second
+        bytes_ = activations(setting, some, layers=layers)
+        found.append(Choice(some, bytes_, layers * each.flops, layers * seconds))
+    best: list[Choice] = []
+    for choice in sorted(found, key=lambda one: (one.bytes, one.flops, one.seconds, len(one.operations))):
+        # Whatever keeps more has to cost less.
+        if not best or (choice.flops < best[-1].flops and choice.seconds < best[-1].seconds):
+            best.append(choice)
+    return best[::-1]
 
 
 def choices(setting: Setting) -> Iterator[frozenset[Operation]]:

@@ -258,6 +258,25 @@ def by_rank(
     ]
 
 
+def room_for_activations(setting: Setting, *, micro_batches: int, device_bytes: int, compares: bool = False) -> int:
+    """Bytes that a budget for activations may have, so that no rank needs more than a device has, its margin left free.
+
+    0 or less where all else needs more by itself. `engine.plan.budget` then chooses for each stage.
+    """
+    parallel = setting.parallel
+    virtual, layers = stages(setting.shape, parallel), Layers(setting)
+    beside = []
+    for number in range(parallel.pipeline):
+        rank = Rank(layers, virtual[number :: parallel.pipeline], number, micro_batches, compares)
+        for operations in (frozenset[Operation](), frozenset[Operation]({"layer"})):
+            needs = rank.with_operations(operations)
+            ends = rank.saved(operations) - rank.layers_waiting * layers.keep(operations)
+            for phase, items in needs.phases.items():
+                budgeted = items.get("activations", 0) + items.get("recomputed", 0)
+                beside.append(needs.of_phase(phase) - budgeted + max(0, ends))
+    return usable(device_bytes) - max(beside)
+
+
 @dataclass(frozen=True)
 class Rank:
     """A rank of a pipeline, and how many micro-batches go through it in a step."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise, product
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from engine.config import ModelShape, Operation, Parallel, Recompute
 from engine.plan import budget
 from engine.plan.budget import GIB
-from engine.plan.recompute import Setting, cost
+from engine.plan.recompute import OPERATIONS, Setting, cost
 from tests.engine.train import runs
 
 SEVEN_B = ModelShape(
@@ -49,6 +51,70 @@ def test_no_other_set_that_fits_costs_less() -> None:
         best = cost(ROW, bought(size)).flops
         assert kept(*bought(size)) <= size
         assert all(cost(ROW, some).flops >= best for some in budget.choices(ROW) if kept(*some) <= size)
+
+
+def settings(random: Random) -> Setting:
+    """A layer, drawn."""
+    heads = random.choice((8, 16, 32))
+    gpt = random.random() < 0.5
+    shape = SEVEN_B.model_copy(
+        update={
+            "architecture": "gpt2" if gpt else "llama", "num_heads": heads, "num_kv_heads": heads if gpt else 8,
+            "head_dim": 4096 // heads, "ffn_hidden_size": random.choice((4096, 11008, 16384)),
+            "attention_dropout": random.choice((0.0, 0.1)), "hidden_dropout": random.choice((0.0, 0.1)) * gpt,
+        }
+    )  # fmt: skip
+    tensor = random.choice((1, 2, 8))
+    parallel = Parallel(tensor=tensor, sequence=tensor > 1)
+    return Setting(shape, random.choice((512, 2048, 4096)), random.choice((1, 2)), 2, parallel)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_set_of_operations_whatsoever_fits_and_costs_less(seed: int) -> None:
+    random = Random(seed)
+    setting, layers = settings(random), random.randint(1, 200)
+    every = [set(some) for size in range(len(OPERATIONS) + 1) for some in combinations(OPERATIONS, size)]
+    held = {frozenset(some): (budget.activations(setting, some, layers=layers), cost(setting, some)) for some in every}
+    least, most = min(size for size, _ in held.values()), max(size for size, _ in held.values())
+    for size in [least, most, *(random.randint(least, most) for _ in range(12))]:
+        best = budget.cheapest(setting, layers=layers, budget=size)
+        assert held[best][0] <= size
+        assert held[best][1].flops == min(one.flops for needs, one in held.values() if needs <= size)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_frontier_is_monotone_and_nothing_off_it_is_better(seed: int) -> None:
+    random = Random(seed)
+    setting, layers = settings(random), random.randint(1, 200)
+    best = budget.frontier(setting, layers=layers, flops_per_second=1e14, bytes_per_second=1e12)
+    assert best[0].operations == frozenset()
+    assert best[-1].bytes == min(budget.activations(setting, some, layers=layers) for some in budget.choices(setting))
+    for more, less in pairwise(best):
+        assert more.bytes > less.bytes
+        assert more.flops < less.flops
+        assert more.seconds < less.seconds
+    for some in budget.choices(setting):
+        size, flops = budget.activations(setting, some, layers=layers), layers * cost(setting, some).flops
+        each = cost(setting, some)
+        seconds = layers * (each.products / 1e14 + each.traffic / 1e12)
+        assert not any(size < one.bytes and flops <= one.flops and seconds <= one.seconds for one in best)
+
+
+def test_what_each_stage_would_choose_alone_is_best_for_all_of_them_together() -> None:
+    # All choices of two stages that hold 24 and 8 layers' worth, each within the same room.
+    size = kept("norm", "activation") * 3 // 4
+    alone = [budget.cheapest(ROW, layers=count, budget=size) for count in (32, 16)]
+    some = [list(budget.choices(ROW)) for _ in range(2)]
+    together = min(
+        (
+            (32 * cost(ROW, first).flops + 16 * cost(ROW, second).flops, first, second)
+            for first, second in product(*some)
+            if budget.activations(ROW, first, layers=32) <= size and budget.activations(ROW, second, layers=16) <= size
+        ),
+        key=lambda found: found[0],
+    )
+    assert together[0] == 32 * cost(ROW, alone[0]).flops + 16 * cost(ROW, alone[1]).flops
+    assert alone[1] == frozenset()
 
 
 def test_a_budget_that_is_too_small_is_refused_with_the_smallest_that_would_do() -> None:
