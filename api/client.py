@@ -273,8 +273,9 @@ class Client:
     def pause(self, job_id: str) -> Json:
         return self._json("POST", f"v1/jobs/{_part(job_id)}/pause", again=True)
 
-    def resume(self, job_id: str) -> Json:
-        return self._json("POST", f"v1/jobs/{_part(job_id)}/resume", again=True)
+    def resume(self, job_id: str, **layout: Any) -> Json:
+        """Queue a paused job again, in another layout where `parallel`, `recompute` or `resources` say so."""
+        return self._json("POST", f"v1/jobs/{_part(job_id)}/resume", again=True, json=layout or None)
 
     def retry(self, job_id: str) -> Json:
         """Queue a job again that failed or was cancelled; it goes on from its newest checkpoint."""
@@ -436,12 +437,15 @@ class Client:
         """What it may use, and what it uses."""
         return self._json("GET", f"v1/projects/{_part(project_id)}")
 
-    def create_project(self, name: str, **quotas: float | int | None) -> Json:
-        """Quotas: `gpu_hours`, `concurrent_jobs`, `storage_bytes`; None, or one that isn't said, has no limit."""
-        return self._json("POST", "v1/projects", json={"name": name, "quotas": quotas})
+    def create_project(self, name: str, *, preemption: str = "never", **quotas: float | int | None) -> Json:
+        """Quotas: `gpu_hours`, `concurrent_jobs`, `storage_bytes`; None, or one that isn't said, has no limit.
+
+        `preemption`: whose jobs of higher priority may stop its jobs: `never`, its `own`, or `any`.
+        """
+        return self._json("POST", "v1/projects", json={"name": name, "quotas": quotas, "preemption": preemption})
 
     def edit_project(self, project_id: str, **changes: Any) -> Json:
-        """Change `name` or `quotas` (a dict); what isn't said stays, None takes a quota away."""
+        """Change `name`, `preemption` or `quotas` (a dict); what isn't said stays, None takes a quota away."""
         return self._json("PATCH", f"v1/projects/{_part(project_id)}", again=True, json=changes)
 
     def archive_project(self, project_id: str) -> Json:

@@ -27,6 +27,7 @@ from core.models import (
 )
 from core.nodes import NodeStatus
 from core.plans import Planned
+from core.preemption import Preemption
 from core.projects import ORGANIZATION
 from core.quotas import Usage
 from core.scheduler import Prospect
@@ -855,6 +856,8 @@ class ProjectOut(Out):
     created_at: int
     archived_at: int | None
     quotas: QuotasOut
+    preemption: Preemption
+    """Whose jobs of higher priority may stop its jobs: nobody's, those of its own, or those of any project."""
     usage: ProjectUsageOut
 
     @classmethod
@@ -865,6 +868,7 @@ class ProjectOut(Out):
             status="active" if project.archived_at is None else "archived",
             created_at=int(project.created_at),
             archived_at=whole(project.archived_at),
+            preemption=project.preemption,
             quotas=QuotasOut(**{name: getattr(project, name) for name in quotas.NAMES}),
             usage=ProjectUsageOut(**{name: getattr(usage, name) for name in quotas.NAMES}),
         )

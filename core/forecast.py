@@ -29,6 +29,13 @@ class Running:
     project: str = ""
     ends_at: float = inf
     """Infinite where nobody knows."""
+    job_id: str = ""
+    priority: int = 0
+    started_at: float = 0.0
+    preemption: str = "never"
+    """Whose jobs of higher priority may stop it: `never`, its `own` project's or `any`."""
+    is_stopping: bool = False
+    """It was told to end: its slots will be free within moments."""
 
 
 def starts(

@@ -23,9 +23,10 @@ from core.models import Holding, Job, JobEvent, Node, Project, QueuePlace, Slot,
 from core.paging import Page
 from core.resolve import BaseFacts, Resolution, resolve
 from core.settings import Settings
-from core.spec import MOST_LABELS, JobChange, JobSpec
+from core.spec import MOST_LABELS, JobChange, JobSpec, LayoutAsk
 from core.states import HELD, LIMITS, MOVES, RETRIABLE, TERMINAL, UNDER_WAY, JobState, sources
 from core.tries import UNIQUE, Try
+from engine.config import RunConfig
 from engine.events import ErrorCode, Event, Started
 
 S = JobState
@@ -238,16 +239,57 @@ def pause(session: Session, owner: Account, job_id: str) -> Job:
     return move(session, job_id, S.PAUSED if _nothing_runs(job) else S.PAUSING)
 
 
-def resume(session: Session, owner: Account, job_id: str) -> Job:
-    """Queue a paused job again; it goes on from its newest checkpoint."""
+def resume(
+    session: Session, owner: Account, job_id: str, layout: LayoutAsk | None = None, *, settings: Settings | None = None
+) -> Job:
+    """Queue a paused job again; it goes on from its newest checkpoint, in another `layout` if one is given.
+
+    With a layout, `settings` are needed to resolve it. Raises InvalidSpec where it can't be.
+    """
     job = _locked(session, job_id, Job.project_id == owner.project_id)
+    spec = JobSpec.model_validate(job.spec)
+    wished = layout.on(spec) if layout is not None else spec
     if job.state in {S.QUEUED, S.STARTING, S.RUNNING}:
+        if wished != spec:
+            raise InvalidMove(f"The job {_words(job.state)}; pause it first, then resume it in another layout.")
         return job
     if job.state is not S.PAUSED:
         raise InvalidMove(f"The job {_words(job.state)}; only a paused one can be resumed.")
     projects.active(session, owner, owner.project_id)
+    if wished != spec and settings is not None:
+        _lay_out(session, owner, job, wished, settings=settings)
     audit.record(session, owner, "job.resumed", job_id)
     return _move(session, job_id, S.QUEUED, [], message="resumed", losses=0, retry_at=None)
+
+
+def _lay_out(session: Session, owner: Account, job: Job, spec: JobSpec, *, settings: Settings) -> None:
+    """Let the job's next attempt have the layout of `spec`, and all else as it was."""
+    before = RunConfig.model_validate(job.run_config)
+    # What it would be made of anew, in this layout; but the run is the one that has begun.
+    training = spec.training.model_copy(update={"global_batch": before.training.global_batch})
+    resolution = resolved(session, owner, spec.model_copy(update={"training": training}), settings)
+    run = resolution.run
+    same = {"micro_batch": run.training.micro_batch}
+    after = before.model_copy(
+        update={
+            "parallel": run.parallel,
+            "recompute": run.recompute,
+            "training": before.training.model_copy(update=same),
+        }
+    )
+    after = RunConfig.model_validate(after.model_dump())
+    was, now = (config.parallel.model_dump(mode="json") for config in (before, after))
+    job.spec = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    job.run_config, job.plan, job.slots = after.model_dump(mode="json"), resolution.plan, resolution.slots
+    changed = ", ".join(f"{axis} {value}" for axis, value in now.items() if was[axis] != value)
+    history.add(
+        session,
+        job,
+        type="changed",
+        message=f"goes on in another layout{': ' if changed else ''}{changed}",
+        data={"parallel": {"from": was, "to": now}},
+    )
+    session.flush()
 
 
 def retry(session: Session, owner: Account, job_id: str, *, settings: Settings) -> Job:
@@ -447,7 +489,7 @@ def _implied(to: JobState) -> dict[str, Any]:
     """What a state says about the other columns."""
     values: dict[str, Any] = {}
     if to not in HELD:
-        values |= {"node": None, "holder": None, "lease_expires_at": None}
+        values |= {"node": None, "holder": None, "lease_expires_at": None, "makes_way": False}
     if to in TERMINAL:
         values |= {"finished_at": database_now(), "retry_at": None}
     if to is S.QUEUED:
@@ -585,13 +627,32 @@ def record(session: Session, job_id: str, *, fence: int, events: Sequence[Event]
     return job.last_event - before
 
 
-def requeue(session: Session, job_id: str, *, fence: int, reason: str) -> Job:
-    """Give the job back unharmed, because its host goes down. Not a loss, and it may start again at once.
+def make_way(session: Session, job_id: str, *, reason: str) -> Job | None:
+    """Have a run save its state and give its slots to another; at once where nothing runs yet. For the scheduler.
 
-    A wish to cancel or pause that was pending comes true instead.
+    None where it already does, or gives them up anyway.
+    """
+    job = _locked(session, job_id)
+    if job.state not in {S.STARTING, S.RUNNING} or job.makes_way:
+        return None
+    if _nothing_runs(job):
+        return unplace(session, job_id, reason=reason)
+    job.makes_way = True
+    history.add(session, job, type="log", message=f"{reason}: saves its state and goes back to the queue", data={})
+    session.flush()
+    hints.ring(session, job_id)
+    return job
+
+
+def requeue(session: Session, job_id: str, *, fence: int, reason: str, to_the_end: bool = False) -> Job:
+    """Give the job back unharmed, as when its host goes down. Not a loss, and it may start again at once.
+
+    Its place in line is that of its age, unless it goes `to_the_end`. A wish to cancel or pause that was pending comes
+    true instead.
     """
     job = held(session, job_id, fence=fence)
-    return move(session, job_id, _after(job.state), fence=fence, message=reason)
+    later = {"queued_at": database_now()} if to_the_end else {}
+    return _move(session, job_id, _after(job.state), _held_by(fence), message=reason, **later)
 
 
 def lose(

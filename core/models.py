@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from sqlalchemy import (
     JSON,
@@ -17,6 +17,7 @@ from sqlalchemy import (
     String,
     Text,
     UniqueConstraint,
+    false,
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
@@ -98,6 +99,10 @@ class Project(Base):
     """Jobs that hold slots at once."""
     storage_bytes: Mapped[int | None]
     """Of files, uploads, checkpoints and results."""
+    preemption: Mapped[Literal["never", "own", "any"]] = mapped_column(
+        String(8), default="never", server_default="never"
+    )
+    """Whose jobs of higher priority may stop its jobs, with a checkpoint: `never`, its `own`, or `any`."""
 
 
 class AuditLog(Base):
@@ -256,6 +261,8 @@ class Job(Base):
     """Not scheduled before this time, after a loss."""
     queued_at: Mapped[float | None]
     """Since when it waits, where it gave an earlier place in line up; None: since it was made."""
+    makes_way: Mapped[bool] = mapped_column(default=False, server_default=false())
+    """It holds slots and is to save its state and go back to the queue, for a job of higher priority."""
     queue_reason: Mapped[str | None] = mapped_column(Text)
     """Why it is not running yet, in words."""
     error: Mapped[dict[str, Any] | None] = mapped_column(JsonColumn)

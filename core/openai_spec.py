@@ -160,6 +160,8 @@ class FineTuneAsk(Ask):
         Annotated[timedelta, BeforeValidator(duration), Field(gt=timedelta(0), le=timedelta(days=3650))] | None
     ) = None
     """Ours: how long it may run, such as `12h`. Default: as long as it takes."""
+    at_max_runtime: Literal["fail", "requeue"] = "fail"
+    """Ours: whether it fails then, or lines up again to go on; its state is saved."""
     tokenizer: TokenizerAsk | None = None
     """Ours, as in a `JobSpec`. A base keeps its own."""
     data: MoreDataAsk = MoreDataAsk()

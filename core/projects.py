@@ -22,13 +22,13 @@ DEFAULT_PROJECT = "proj-default"
 """The first project. Admin keys of it manage the organisation; it can't be archived."""
 
 
-def create(session: Session, owner: Account, name: str, quotas: Mapping[str, float | int | None]) -> Project:
-    """A new project; for who manages the organisation."""
+def create(session: Session, owner: Account, name: str, wished: Mapping[str, Any]) -> Project:
+    """A new project with these quotas and settings; for who manages the organisation."""
     require_organization(owner)
-    project = Project(id=new_id("proj"), name=name, **quotas)
+    project = Project(id=new_id("proj"), name=name, **wished)
     session.add(project)
     session.flush()
-    audit.record(session, owner, "project.created", project.id, project_id=project.id, name=name, **quotas)
+    audit.record(session, owner, "project.created", project.id, project_id=project.id, name=name, **wished)
     return project
 
 
@@ -57,7 +57,7 @@ def active(session: Session, owner: Account, project_id: str) -> Project:
 
 
 def change(session: Session, owner: Account, project_id: str, wished: Mapping[str, Any]) -> Project:
-    """Change its name or quotas; for who manages the organisation."""
+    """Change its name, quotas or settings; for who manages the organisation."""
     project = _one(session, owner, project_id, lock="update")
     require_organization(owner)
     changed = {field: value for field, value in wished.items() if getattr(project, field) != value}

@@ -21,9 +21,10 @@ from core.db import SCHEDULING, directly, lock
 from core.errors import InvalidMove
 from core.forecast import MOST_FORESEEN, Running
 from core.line import ordered
-from core.models import Holding, Job, QueuePlace, Slot, database_now
+from core.models import Holding, Job, Project, QueuePlace, Slot, database_now
 from core.numbering import renumbered
 from core.placing import Decision, Held, Host, Placement, Waiting, decide, suits
+from core.preemption import IS_MADE_WAY, MAKES_WAY, making_way
 from core.quotas import Allowance
 from core.shares import Standing
 from core.states import JobState
@@ -92,6 +93,7 @@ def tick(
     view = base.with_line(map(_waiting, queued))
     decision = decide(view.ready, view.hosts, view.allowances, now=view.now)
     placed = [placement for placement in decision.placements if _place(session, placement, claim_within)]
+    _make_way(session, view, decision)
     _write_reasons(session, decision, {row.id: row.queue_reason for row in queued})
     started = {placement.job_id for placement in placed}
     numbers = {row.id: row.number for row in queued if row.number is not None}
@@ -101,6 +103,26 @@ def tick(
         line = line[: 1 + max((index for index, job_id in enumerate(line) if job_id in numbers), default=-1)]
     _write_places(session, renumbered(line, numbers))
     return placed
+
+
+def _make_way(session: Session, view: View, decision: Decision) -> None:
+    """Stop runs for the first job in line that can't start, where their projects let it."""
+    if decision.reservation is None:
+        return
+    job = next(job for job in view.line if job.job_id == decision.reservation.job_id)
+    taken: dict[str, set[int]] = {}
+    for placement in decision.placements:
+        taken.setdefault(placement.node, set()).update(placement.slots)
+    hosts = [
+        replace(host, free=tuple(index for index in host.free if index not in taken.get(host.name, ())))
+        for host in view.hosts
+    ]
+    runs = making_way(job, hosts, view.running)
+    if runs is None:
+        return
+    decision.reasons[job.job_id] += IS_MADE_WAY
+    for run in runs:
+        jobs.make_way(session, run.job_id, reason=MAKES_WAY)
 
 
 def _place(session: Session, placement: Placement, claim_within: timedelta) -> bool:
@@ -310,14 +332,28 @@ def _running(session: Session, now: float) -> dict[str, Running]:
     if not slots:
         return {}
     rows = session.execute(
-        select(Job.id, Job.node, Job.project_id, Job.max_runtime, Job.progress, Holding.started_at)
+        select(Job.id, Job.node, Job.project_id, Job.max_runtime, Job.progress, Job.priority, Job.state, Job.makes_way,
+               Project.preemption, Holding.started_at)
+        .join(Project, Project.id == Job.project_id)
         .outerjoin(Holding, (Holding.job_id == Job.id) & Holding.ended_at.is_(None))
         .where(Job.id.in_(slots))
+    )  # fmt: skip
+    return {row.id: _run(row, tuple(slots[row.id]), now) for row in rows}
+
+
+def _run(row: Any, slots: tuple[int, ...], now: float) -> Running:
+    is_stopping = row.makes_way or row.state in {JobState.PAUSING, JobState.CANCELLING}
+    return Running(
+        row.node,
+        slots,
+        row.project_id,
+        now if is_stopping else ends_at(now, row.started_at, row.max_runtime, row.progress),
+        row.id,
+        row.priority,
+        row.started_at or 0.0,
+        row.preemption,
+        is_stopping,
     )
-    return {
-        id_: Running(node, tuple(slots[id_]), project, ends_at(now, started_at, max_runtime, progress))
-        for id_, node, project, max_runtime, progress, started_at in rows
-    }
 
 
 def ends_at(now: float, started_at: float | None, max_runtime: float | None, progress: Mapping[str, Any]) -> float:

@@ -412,7 +412,11 @@ class JobSpec(Ask):
     max_runtime: (
         Annotated[timedelta, BeforeValidator(duration), Field(gt=timedelta(0), le=timedelta(days=3650))] | None
     ) = None
-    """How long it may run, such as `12h`, `1d6h`, `90m`, or seconds as a number. Default: as long as it takes."""
+    """How long it may run, such as `12h`, `1d6h`, `90m`, or seconds as a number. Default: as long as it takes. A job
+    that will be over in time may start before a larger one that waits."""
+    at_max_runtime: Literal["fail", "requeue"] = "fail"
+    """What becomes of it then, its state saved: it fails, and may be retried; or it lines up again, behind those that
+    wait, and goes on for as long once it is its turn."""
     model: ModelAsk
     tokenizer: TokenizerAsk | None = None
     """Default: the base's, or bytes where there is no base."""
@@ -432,6 +436,12 @@ class JobSpec(Ask):
     integrations: tuple[IntegrationAsk, ...] = Field((), max_length=4)
     """Services that are told of the job while it runs, where whoever runs the workers has given these a key."""
 
+    @model_validator(mode="after")
+    def lines_up_at_some_time(self) -> Self:
+        if self.at_max_runtime == "requeue" and self.max_runtime is None:
+            raise ValueError('at_max_runtime "requeue" needs a max_runtime, such as "4h"')
+        return self
+
     def files(self) -> Iterator[tuple[str, str]]:
         """Each uploaded file it names: the path of the field, and the id."""
         yield from self.examples()
@@ -446,6 +456,28 @@ class JobSpec(Ask):
             yield f"data.train.{index}", id_
         if isinstance(self.data.validation, str):
             yield "data.validation", self.data.validation
+
+
+class LayoutAsk(Ask):
+    """How a job goes on: what is left out stays. Its numbers are the same in every layout, but for rounding."""
+
+    parallel: Literal["auto"] | ParallelAsk | None = None
+    """Ranks of each axis, as in the spec."""
+    recompute: Literal["auto"] | RecomputeAsk | None = None
+    """Activations that are computed again, as in the spec."""
+    resources: ResourcesAsk | None = None
+    """GPUs, as in the spec. Default: what `parallel` needs."""
+
+    def on(self, spec: JobSpec) -> JobSpec:
+        """The spec with this layout."""
+        said = self.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        if not said:
+            return spec
+        asked = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        if "parallel" in said:
+            # As many as the layout before needed would contradict another one.
+            asked.pop("resources", None)
+        return JobSpec.model_validate(asked | said)
 
 
 class JobChange(Ask):

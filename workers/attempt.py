@@ -77,6 +77,7 @@ class Attempt:
         save = timedelta(seconds=self.settings.stop_grace_seconds)
         self.graces = {
             Wish.DRAIN: save,
+            Wish.MAKE_WAY: save,
             Wish.PAUSE: save,
             Wish.TIME_IS_UP: save,
             Wish.CANCEL: timedelta(seconds=self.settings.cancel_grace_seconds),
@@ -129,7 +130,14 @@ class Attempt:
         self.meanwhile("to bring its data", stage, unless=ANY)
         self.record([*drained(self.asides)])
         status = self.train()
-        outcome = decide(self.last, exit_code=status.exit_code, wish=self.orders.wish, max_runtime=self.job.max_runtime)
+        outcome = decide(
+            self.last,
+            exit_code=status.exit_code,
+            wish=self.orders.wish,
+            max_runtime=self.job.max_runtime,
+            lines_up=self.job.spec.get("at_max_runtime") == "requeue",
+            has_progressed=bool(self.metrics),
+        )
         if outcome.action in {Action.CANCEL, Action.ABANDON}:
             return outcome
         self.meanwhile("to store its checkpoints", self.publisher.flush, unless=DONE_FOR)
@@ -336,6 +344,8 @@ class Attempt:
                 jobs.move(session, job_id, JobState.PAUSED, fence=fence)
             case Action.REQUEUE:
                 jobs.requeue(session, job_id, fence=fence, reason=reason)
+            case Action.LINE_UP:
+                jobs.requeue(session, job_id, fence=fence, reason=reason, to_the_end=True)
             case Action.LOSE:
                 losses = self.settings.max_losses
                 jobs.lose(session, job_id, fence=fence, reason=reason, max_losses=losses, error=outcome.error)

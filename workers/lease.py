@@ -84,7 +84,7 @@ class Lease:
         # A process that stood still between asking and here would lengthen the gang's life past the lease.
         if self._beat is not None and monotonic() - asked_at < LATEST_BEAT * self._seconds:
             self._beat()
-        self._heed(job.state)
+        self._heed(job.state, makes_way=job.makes_way)
         return True
 
     def _keep(self) -> None:
@@ -108,16 +108,17 @@ class Lease:
         for _ in self._services.bell.rings(self._job_id, until=self._over):
             try:
                 with self._services.db.reading() as session:
-                    state = session.scalar(select(Job.state).where(Job.id == self._job_id, Job.attempt == self._fence))
+                    mine = select(Job.state, Job.makes_way).where(Job.id == self._job_id, Job.attempt == self._fence)
+                    found = session.execute(mine).one_or_none()
             except SQLAlchemyError as error:
                 log.warning("state not read", error=str(error))
                 continue
-            if state is not None and state in HELD:
-                self._heed(state)
+            if found is not None and found.state in HELD:
+                self._heed(found.state, makes_way=found.makes_way)
             else:
                 # Taken back, as when a clock was set forward: the next renewal would find out, and be late.
                 self._orders.give(Wish.LOST)
 
-    def _heed(self, state: JobState) -> None:
-        if wish := WISHES.get(state):
+    def _heed(self, state: JobState, *, makes_way: bool) -> None:
+        if wish := WISHES.get(state, Wish.MAKE_WAY if makes_way else None):
             self._orders.give(wish)

@@ -8,6 +8,7 @@ from typing import Any
 
 from core import failures
 from core.failures import failure
+from core.preemption import MAKES_WAY
 from engine.events import NO_ROOM, ErrorCode, Event, Failed, Finished, Stopped
 
 
@@ -16,11 +17,13 @@ class Wish(IntEnum):
 
     DRAIN = 1
     """The host goes down: save, and let another continue."""
-    PAUSE = 2
-    TIME_IS_UP = 3
+    MAKE_WAY = 2
+    """For a job of higher priority: save, and go on later."""
+    PAUSE = 3
+    TIME_IS_UP = 4
     """`max_runtime` has passed."""
-    CANCEL = 4
-    LOST = 5
+    CANCEL = 5
+    LOST = 6
     """The lease belongs to someone else: touch nothing more."""
 
 
@@ -32,6 +35,8 @@ class Action(Enum):
     CANCEL = "cancel"
     PAUSE = "pause"
     REQUEUE = "requeue"
+    LINE_UP = "line_up"
+    """Queue the job again, behind those that wait."""
     LOSE = "lose"
     """The attempt is lost; the job tries again, or fails when it has lost too many."""
     ABANDON = "abandon"
@@ -54,6 +59,7 @@ TRANSIENT: frozenset[ErrorCode] = frozenset({"rank_lost", "stalled", "disk_full"
 
 WISHED: dict[Wish, Outcome] = {
     Wish.DRAIN: Outcome(Action.REQUEUE, "its host is going down"),
+    Wish.MAKE_WAY: Outcome(Action.REQUEUE, MAKES_WAY),
     Wish.PAUSE: Outcome(Action.PAUSE, "paused"),
     Wish.CANCEL: Outcome(Action.CANCEL, "cancelled"),
     Wish.LOST: Outcome(Action.ABANDON, "another attempt took over"),
@@ -61,12 +67,19 @@ WISHED: dict[Wish, Outcome] = {
 
 
 def decide(
-    last: Event | None, *, exit_code: int | None, wish: Wish | None, max_runtime: float | None = None
+    last: Event | None,
+    *,
+    exit_code: int | None,
+    wish: Wish | None,
+    max_runtime: float | None = None,
+    lines_up: bool = False,
+    has_progressed: bool = True,
 ) -> Outcome:
     """What to do, from the last event, else the exit code, in the light of the wish.
 
     `exit_code` None means that the engine never started. Whoever lost the lease, or was cancelled, has no say beyond
-    that; a run that finished all the same is a success, however it was told to stop.
+    that; a run that finished all the same is a success, however it was told to stop. `lines_up`: once `max_runtime` has
+    passed it goes on later, if it saved its state and `has_progressed` in that time.
     """
     if wish in (Wish.LOST, Wish.CANCEL):
         return WISHED[wish]
@@ -78,6 +91,8 @@ def decide(
             return Outcome(action, last.message, failures.of_event(last))
         case Stopped() if wish is None:
             return Outcome(Action.REQUEUE, "the engine was told to stop by something outside")
+    if wish is Wish.TIME_IS_UP and lines_up and has_progressed and isinstance(last, Stopped):
+        return Outcome(Action.LINE_UP, f"it ran for {max_runtime or 0:g} seconds, its max_runtime, and lines up again")
     if wish is Wish.TIME_IS_UP:
         return Outcome(Action.FAIL, "max_runtime", out_of_time(max_runtime))
     if wish is not None:

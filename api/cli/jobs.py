@@ -66,10 +66,30 @@ def pause(context: typer.Context, job: JobId, as_json: JsonFlag = False) -> None
 
 
 @app.command(rich_help_panel="Jobs")
-def resume(context: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
-    """Queue a paused job again."""
+def resume(
+    context: typer.Context,
+    job: JobId,
+    parallel: Annotated[
+        list[str] | None,
+        typer.Option(help="Ranks of an axis, as `tensor=2`; may be repeated. The others have one. Or `auto`."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Queue a paused job again; in another layout with --parallel."""
     with client(context) as trainshed:
-        tell_state(trainshed.resume(job), as_json=as_json)
+        tell_state(trainshed.resume(job, **layout(parallel)), as_json=as_json)
+
+
+def layout(said: list[str] | None) -> Json:
+    """The body that asks for the axes that were said."""
+    if not said:
+        return {}
+    if said == ["auto"]:
+        return {"parallel": "auto"}
+    pairs = [axis.partition("=") for axis in said]
+    if wrong := next((axis for axis, (_, _, ranks) in zip(said, pairs, strict=True) if not ranks.isdecimal()), None):
+        fail(f"--parallel {wrong}: say an axis and its ranks, such as tensor=2, or auto.", Exit.USAGE)
+    return {"parallel": {name: int(ranks) for name, _, ranks in pairs}}
 
 
 @app.command(rich_help_panel="Jobs")

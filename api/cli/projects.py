@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 from itertools import islice
 from typing import Annotated, Any
 
@@ -18,6 +19,18 @@ app = typer.Typer(
     help="Projects and their quotas; most of it is for an admin of the organisation.", no_args_is_help=True
 )
 
+
+class Whose(StrEnum):
+    NEVER = "never"
+    OWN = "own"
+    ANY = "any"
+
+
+WORDS = {
+    Whose.NEVER: "nobody",
+    Whose.OWN: "its own jobs of higher priority",
+    Whose.ANY: "all jobs of higher priority",
+}
 NO_LIMIT = "none"
 UNITS = {
     "": 1,
@@ -39,6 +52,11 @@ ConcurrentJobs = Annotated[
 ]
 Storage = Annotated[
     str | None, typer.Option(help=f"Bytes, or such as 50GiB, in storage; {NO_LIMIT} takes the limit away.")
+]
+
+Preemption = Annotated[
+    Whose | None,
+    typer.Option(help="Whose jobs of higher priority may stop its jobs, which save their state and wait again."),
 ]
 
 
@@ -75,12 +93,13 @@ def create_project(
     gpu_hours: GpuHours = None,
     concurrent_jobs: ConcurrentJobs = None,
     storage: Storage = None,
+    preemption: Preemption = Whose.NEVER,
     as_json: JsonFlag = False,
 ) -> None:
     """Make a project. It has no keys yet: `trainshed keys create … --project` makes them."""
     wanted = quotas(gpu_hours, concurrent_jobs, storage)
     with client(context) as trainshed:
-        made = trainshed.create_project(name, **wanted)
+        made = trainshed.create_project(name, preemption=preemption or Whose.NEVER, **wanted)
     if as_json:
         show_json(made)
     else:
@@ -95,14 +114,16 @@ def edit_project(
     gpu_hours: GpuHours = None,
     concurrent_jobs: ConcurrentJobs = None,
     storage: Storage = None,
+    preemption: Preemption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Change a project's name or quotas; what isn't said stays."""
-    changes: Json = {} if name is None else {"name": name}
+    """Change a project's name, quotas, or whose jobs may stop its own; what isn't said stays."""
+    said = {"name": name, "preemption": preemption}
+    changes: Json = {field: value for field, value in said.items() if value is not None}
     if wanted := quotas(gpu_hours, concurrent_jobs, storage):
         changes["quotas"] = wanted
     if not changes:
-        fail("Say what to change: --name, --gpu-hours, --concurrent-jobs or --storage.", Exit.USAGE)
+        fail("Say what to change: --name, --gpu-hours, --concurrent-jobs, --storage or --preemption.", Exit.USAGE)
     with client(context) as trainshed:
         tell(trainshed.edit_project(project, **changes), as_json)
 
@@ -149,6 +170,7 @@ def tell(project: Json, as_json: bool) -> None:
             "archived": project["archived_at"] and cell(project, "archived_at"),
             "gpu hours": _used(f"{used['gpu_hours']:.2f}", limits["gpu_hours"]),
             "running": _used(used["concurrent_jobs"], limits["concurrent_jobs"]),
+            "gives way to": WORDS[project["preemption"]],
             "storage": _used(size(used["storage_bytes"]), _size(limits["storage_bytes"])),
         }
     )

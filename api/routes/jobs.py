@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from api import ranges, sse, tar
@@ -39,7 +39,7 @@ from api.trips import OneTrip
 from core import artifacts, checkpoints, events, joblogs, jobs, metrics
 from core.errors import Forbidden, InvalidMove, InvalidSpec, NotFound, QuotaExceeded
 from core.models import Job
-from core.spec import JobChange, JobSpec
+from core.spec import JobChange, JobSpec, LayoutAsk
 from core.states import TERMINAL, JobState
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"], route_class=OneTrip)
@@ -108,10 +108,21 @@ def pause(job_id: JobId, owner: SubmitterDep, session: SessionDep) -> JobOut:
     return shown(session, jobs.pause(session, owner, job_id))
 
 
-@router.post("/{job_id}/resume", responses=errors(NotFound, InvalidMove, Forbidden))
-def resume(job_id: JobId, owner: SubmitterDep, session: SessionDep) -> JobOut:
-    """Resume a paused job from its newest checkpoint."""
-    return shown(session, jobs.resume(session, owner, job_id))
+@router.post("/{job_id}/resume", responses=errors(NotFound, InvalidMove, InvalidSpec, Forbidden))
+def resume(
+    job_id: JobId,
+    owner: SubmitterDep,
+    session: SessionDep,
+    services: ServicesDep,
+    layout: Annotated[
+        LayoutAsk | None, Body(description="Another layout to go on in; without a body it stays.")
+    ] = None,
+) -> JobOut:
+    """Resume a paused job from its newest checkpoint, in another layout where the body says so.
+
+    Checkpoints load in any layout: a job that was paused on two GPUs goes on with one, or in a pipeline.
+    """
+    return shown(session, jobs.resume(session, owner, job_id, layout, settings=services.settings))
 
 
 @router.post("/{job_id}/retry", responses=errors(NotFound, InvalidMove, Forbidden))

@@ -15,6 +15,7 @@ from api.trips import OneTrip
 from core import jobs, projects, quotas
 from core.errors import Forbidden, InvalidMove, NotFound
 from core.models import Project
+from core.preemption import Preemption
 
 router = APIRouter(prefix="/v1/projects", tags=["projects"], route_class=OneTrip)
 
@@ -41,6 +42,12 @@ class NewProject(BaseModel):
     name: ProjectName
     """What people call it; need not be unique."""
     quotas: QuotasAsk = QuotasAsk()
+    preemption: Preemption = "never"
+    """Whose jobs of higher priority may stop this project's jobs, which then save their state and wait for their turn
+    again: nobody's, those of its own, or those of any project."""
+
+    def wished(self) -> dict[str, Any]:
+        return self.quotas.model_dump(exclude_unset=True) | {"preemption": self.preemption}
 
 
 class ProjectChange(BaseModel):
@@ -49,16 +56,20 @@ class ProjectChange(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
     name: ProjectName | None = None
     quotas: QuotasAsk | None = None
+    preemption: Preemption | None = None
+    """Whose jobs of higher priority may stop this project's jobs."""
 
     def wished(self) -> dict[str, Any]:
-        name = {} if self.name is None else {"name": self.name}
-        return name | (self.quotas.model_dump(exclude_unset=True) if self.quotas else {})
+        said = {"name": self.name, "preemption": self.preemption}
+        return {field: value for field, value in said.items() if value is not None} | (
+            self.quotas.model_dump(exclude_unset=True) if self.quotas else {}
+        )
 
 
 @router.post("", status_code=201, responses=errors(Forbidden))
 def create(new: NewProject, owner: AdminDep, session: SessionDep) -> ProjectOut:
     """Make a project. It has no keys yet: make them with `POST /v1/keys` and its id."""
-    return shown(session, projects.create(session, owner, new.name, new.quotas.model_dump(exclude_unset=True)))
+    return shown(session, projects.create(session, owner, new.name, new.wished()))
 
 
 @router.get("", responses=errors(NotFound))
@@ -83,7 +94,7 @@ def get_project(project_id: ProjectId, owner: OwnerDep, session: ReadingDep) -> 
 
 @router.patch("/{project_id}", responses=errors(NotFound, Forbidden))
 def change(project_id: ProjectId, wanted: ProjectChange, owner: AdminDep, session: SessionDep) -> ProjectOut:
-    """Change a project's name or quotas."""
+    """Change a project's name, quotas, or whose jobs may stop its own."""
     return shown(session, projects.change(session, owner, project_id, wanted.wished()))
 
 

@@ -136,6 +136,29 @@ def test_a_running_job_is_asked_to_pause_and_a_paused_one_is_queued_again(live, 
     assert envelope(http.post(f"/v1/jobs/{job}/resume"), 409)
 
 
+def test_a_paused_job_goes_on_in_another_layout(http):
+    job = driving.submit(http)["id"]
+    http.post(f"/v1/jobs/{job}/pause")
+    refused = envelope(http.post(f"/v1/jobs/{job}/resume", json={"parallel": {"tensors": 2}}), 400)
+    assert refused["param"].endswith("parallel.ParallelAsk.tensors") or "tensors" in refused["message"]
+    answer = http.post(f"/v1/jobs/{job}/resume", json={"parallel": {"tensor": 2}})
+    assert answer.status_code == 200, answer.text
+    resumed = answer.json()
+    assert (resumed["state"], resumed["slots"], resumed["spec"]["parallel"]) == ("queued", 2, {"tensor": 2})
+    assert resumed["run_config"]["parallel"]["tensor"] == 2
+    # Asked again, it is as it was asked; another one is too late.
+    assert http.post(f"/v1/jobs/{job}/resume", json={"parallel": {"tensor": 2}}).status_code == 200
+    assert "pause it first" in envelope(http.post(f"/v1/jobs/{job}/resume", json={"parallel": "auto"}), 409)["message"]
+    (told,) = http.get(f"/v1/jobs/{job}/events", params={"type": "changed"}).json()["data"]
+    assert (told["message"], told["data"]["parallel"]["to"]["tensor"]) == ("goes on in another layout: tensor 2", 2)
+
+
+def test_lining_up_at_the_end_of_its_time_needs_a_time(http):
+    body = driving.spec(driving.upload(http)["id"], at_max_runtime="requeue")
+    assert "max_runtime" in envelope(http.post("/v1/jobs", json=body), 400)["message"]
+    assert http.post("/v1/jobs", json=body | {"max_runtime": "4h"}).json()["spec"]["at_max_runtime"] == "requeue"
+
+
 def test_a_failed_job_goes_again_under_its_id_and_one_that_succeeded_does_not(live, http):
     job = driving.submit(http)["id"]
     driving.fail(live.services, job, driving.run(live.services, job))

@@ -52,6 +52,14 @@ def test_a_project_is_made_given_a_key_renamed_and_closed_with_its_jobs(live, or
     envelope(organization.post("/v1/keys", json={"name": "late", "project": project["id"]}), 400)
 
 
+def test_a_project_says_whose_jobs_may_stop_its_own(organization, project):
+    assert project["preemption"] == "never"
+    path = f"/v1/projects/{project['id']}"
+    assert organization.patch(path, json={"preemption": "own"}).json()["preemption"] == "own"
+    assert organization.patch(path, json={"name": "team c"}).json()["preemption"] == "own"
+    envelope(organization.patch(path, json={"preemption": "all"}), 400)
+
+
 def test_the_first_project_stays(organization):
     assert envelope(organization.post("/v1/projects/proj-default/archive"), 409)["code"] == "invalid_state"
 

@@ -29,6 +29,7 @@ SIGKILLED = -9
         pytest.param(LOST_RANK, 1, Wish.CANCEL, Action.CANCEL, id="killed ranks after a cancel are a cancel"),
         pytest.param(STOPPED, 0, Wish.PAUSE, Action.PAUSE, id="it saved and paused"),
         pytest.param(STOPPED, 0, Wish.DRAIN, Action.REQUEUE, id="it saved and lets another host continue"),
+        pytest.param(STOPPED, 0, Wish.MAKE_WAY, Action.REQUEUE, id="it saved and makes way for another job"),
         pytest.param(STOPPED, 0, Wish.TIME_IS_UP, Action.FAIL, id="its time was up"),
         pytest.param(STOPPED, 0, Wish.CANCEL, Action.CANCEL, id="it saved, but was cancelled"),
         pytest.param(STOPPED, 0, None, Action.REQUEUE, id="somebody else stopped it, cleanly"),
@@ -47,6 +48,24 @@ SIGKILLED = -9
 )
 def test_what_becomes_of_a_job(last: Event | None, exit_code: int | None, wish: Wish | None, action: Action) -> None:
     assert decide(last, exit_code=exit_code, wish=wish).action is action
+
+
+@pytest.mark.parametrize(
+    ("last", "has_progressed", "action"),
+    [
+        pytest.param(STOPPED, True, Action.LINE_UP, id="it saved"),
+        pytest.param(STOPPED, False, Action.FAIL, id="it would never get any further"),
+        pytest.param(None, True, Action.FAIL, id="it did not save"),
+        pytest.param(FINISHED, True, Action.PUBLISH, id="it finished in the last moment"),
+    ],
+)
+def test_a_job_that_lines_up_when_its_time_is_up_does_so_if_it_got_further(
+    last: Event | None, has_progressed: bool, action: Action
+) -> None:
+    outcome = decide(
+        last, exit_code=0, wish=Wish.TIME_IS_UP, max_runtime=90, lines_up=True, has_progressed=has_progressed
+    )
+    assert outcome.action is action
 
 
 def test_the_engines_own_words_reach_the_user() -> None:

@@ -46,11 +46,11 @@ class Running:
         except BaseException as error:
             self._outcome.set_exception(error)
 
-    def outcome(self) -> Outcome | None:
-        return self._outcome.result(timeout=DEADLINE_SECONDS)
+    def outcome(self, *, seconds: float = DEADLINE_SECONDS) -> Outcome | None:
+        return self._outcome.result(timeout=seconds)
 
-    def until(self, claim: Callable[[Job], bool]) -> None:
-        deadline, pause = monotonic() + DEADLINE_SECONDS, Event()
+    def until(self, claim: Callable[[Job], bool], *, seconds: float = DEADLINE_SECONDS) -> None:
+        deadline, pause = monotonic() + seconds, Event()
         while not claim(job_of(self.services, self.job_id)):
             assert monotonic() < deadline
             assert not self._outcome.done(), self._outcome.result()
@@ -230,6 +230,41 @@ def test_a_run_whose_time_is_up_fails_with_its_checkpoint_kept(services: Service
     assert job.error is not None
     assert job.error["code"] == "max_runtime"
     assert checkpoints_of(services, job_id) == [job.last_step]
+
+
+def test_a_run_whose_time_is_up_lines_up_again_where_its_spec_says_so(services: Services) -> None:
+    job_id = place_job(services, steps=300, checkpoint_every=None, max_runtime=1.0)
+    with services.db.session() as session:
+        job = jobs.find(session, job_id)
+        job.spec = job.spec | {"max_runtime": 1, "at_max_runtime": "requeue"}
+
+    supervised(services, job_id, fake_engine("--step-seconds", "0.02"))
+
+    job = job_of(services, job_id)
+    assert (job.state, job.losses, job.error) == (JobState.QUEUED, 0, None)
+    assert job.queued_at is not None
+    assert messages_of(services, job_id)[-1] == "it ran for 1 seconds, its max_runtime, and lines up again"
+    assert checkpoints_of(services, job_id) == [job.last_step]
+    place_again(services, job_id)
+    supervised(services, job_id, fake_engine("--step-seconds", "0"))
+    assert job_of(services, job_id).state is JobState.SUCCEEDED
+    assert steps_of(services, job_id) == list(range(1, 301))
+
+
+def test_a_run_that_makes_way_saves_and_is_told_why(services: Services) -> None:
+    job_id = place_job(services, steps=FOREVER, checkpoint_every=None)
+    running = Running(services, job_id, fake_engine("--step-seconds", "0.02"))
+    running.until(lambda job: job.last_step > 3)
+
+    with services.db.session() as session:
+        jobs.make_way(session, job_id, reason="makes way for a job of higher priority")
+    running.outcome()
+
+    job = job_of(services, job_id)
+    assert (job.state, job.losses, job.retry_at, job.makes_way) == (JobState.QUEUED, 0, None, False)
+    assert messages_of(services, job_id)[-1] == "makes way for a job of higher priority"
+    assert checkpoints_of(services, job_id) == [job.last_step]
+    assert_nothing_left(services, job_id)
 
 
 def test_a_failed_job_that_is_retried_goes_on_from_its_newest_checkpoint(services: Services) -> None:
