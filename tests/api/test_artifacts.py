@@ -89,3 +89,31 @@ def test_all_of_it_comes_as_one_archive_of_the_announced_length(http, job):
         found = {member.name: archive.extractfile(member).read() for member in archive}
     assert set(found) == {*driving.ADAPTER, "manifest.json"}
     assert found[WEIGHTS] == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        pytest.param({}, 200, id="the whole"),
+        pytest.param({"range": "bytes=5-8"}, 206, id="a part"),
+        pytest.param({"range": "bytes=5-8", "if-range": "{etag}"}, 206, id="a part of the same"),
+        pytest.param({"range": "bytes=5-8", "if-range": '"other"'}, 200, id="the whole of another"),
+        pytest.param({"range": "bytes=999999999-"}, 416, id="beyond the end"),
+        pytest.param({"if-none-match": "{etag}"}, 304, id="what I have"),
+    ],
+)
+@pytest.mark.parametrize("of", ["artifact", "file"])
+def test_head_says_what_get_would_and_sends_no_byte_of_it(http, job, headers, status, of):
+    content, path = CONTENT, f"/v1/jobs/{job}/artifacts/{WEIGHTS}"
+    if of == "file":
+        content = driving.TEXT
+        path = f"/v1/files/{driving.upload(http)['id']}/content"
+    etag = f'"{hashlib.sha256(content).hexdigest()}"'
+    headers = {name: value.replace("{etag}", etag) for name, value in headers.items()}
+    head, get = (http.request(method, path, headers=headers) for method in ("HEAD", "GET"))
+    assert (head.status_code, head.content) == (status, b"")
+    assert get.status_code == status
+    said = ("etag", "accept-ranges", "content-length", "content-range", "content-type", "content-disposition")
+    assert {name: head.headers.get(name) for name in said} == {name: get.headers.get(name) for name in said}
+    if status == 206:
+        assert (get.content, head.headers["content-range"]) == (content[5:9], f"bytes 5-8/{len(content)}")
