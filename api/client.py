@@ -372,8 +372,9 @@ class Client:
     def model(self, model_id: str) -> Json:
         return self._json("GET", f"v1/models/{_part(model_id)}")
 
-    def delete_model(self, model_id: str) -> Json:
-        return self._json("DELETE", f"v1/models/{_part(model_id)}")
+    def delete_model(self, model_id: str, *, force: bool = False) -> Json:
+        """Let go of a model's name; with `force` also where checkpoints are adapters on it, and of no use then."""
+        return self._json("DELETE", f"v1/models/{_part(model_id)}", params={"force": True} if force else {})
 
     def register_model(self, model_id: str, source: str | Mapping[str, Any]) -> Json:
         return self._json("POST", "v1/models", json={"id": model_id, "source": source})

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Select, or_, select
+from sqlalchemy import Select, func, or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -152,8 +152,11 @@ def register(session: Session, owner: Account, name: str, source: str | Mapping[
     return model
 
 
-def delete(session: Session, owner: Account, name: str, *, models: Path) -> None:
-    """Let go of a model's name. What lies under it stays: a folder where it is, a job's files with the job."""
+def delete(session: Session, owner: Account, name: str, *, models: Path, force: bool = False) -> None:
+    """Let go of a model's name. What lies under it stays: a folder where it is, a job's files with the job.
+
+    Checkpoints that are adapters on it could not be used any more: without `force` it stays for them.
+    """
     model = get(session, owner, name, models=models)
     if model.source.startswith(CHECKPOINT):
         raise InvalidRequest(
@@ -175,9 +178,24 @@ def delete(session: Session, owner: Account, name: str, *, models: Path) -> None
     adapters = select(Model.id).where(Model.job_id.in_(on_it), Model.source.startswith(ADAPTER))
     if session.scalars(adapters.limit(1)).first():
         raise InUse("An adapter was trained on this model and needs it; delete that first.", param="model")
+    if not force and (on_top := _adapter_checkpoints(session, on_it)):
+        shown = ", ".join([*list(on_top)[:3], *(["…"] if len(on_top) > 3 else [])])
+        raise InUse(
+            f"{sum(on_top.values())} checkpoints of {len(on_top)} jobs ({shown}) are adapters on this model, and of no "
+            "use without it. Keep it, or delete it all the same with `force=true`.",
+            param="model",
+        )
     audit.record(session, owner, "model.deleted", name, project_id=model.project_id)
     session.delete(model)
     session.flush()
+
+
+def _adapter_checkpoints(session: Session, jobs: Select[str]) -> dict[str, int]:
+    """How many checkpoints each of these jobs has that hold an adapter alone."""
+    is_adapter = Job.run_config["lora"].as_string().is_not(None)
+    counted = select(Job.id, func.count()).join(Checkpoint, Checkpoint.job_id == Job.id)
+    counted = counted.where(Job.id.in_(jobs), is_adapter).group_by(Job.id).order_by(Job.id)
+    return {job_id: count for job_id, count in session.execute(counted)}
 
 
 def publish_result(session: Session, job: Job, *, prefix: str, shape: ModelShape, is_adapter: bool = False) -> Model:

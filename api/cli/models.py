@@ -64,8 +64,15 @@ def show_model(context: typer.Context, model: ModelName, as_json: JsonFlag = Fal
 
 
 @app.command("delete")
-def delete_model(context: typer.Context, model: ModelName, as_json: JsonFlag = False) -> None:
+def delete_model(
+    context: typer.Context,
+    model: ModelName,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also where checkpoints are adapters on it, which can't be used then.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
     """Let go of a model's name; one that a job still needs stays."""
     with client(context) as trainshed:
-        deleted = trainshed.delete_model(model)
+        deleted = trainshed.delete_model(model, force=force)
     show_deleted(deleted, as_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.deps import OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep
@@ -66,7 +66,10 @@ def delete_model(
     owner: SubmitterDep,
     session: SessionDep,
     services: ServicesDep,
+    force: Annotated[
+        bool, Query(description="Also where checkpoints are adapters on it, which can't be used then.")
+    ] = False,
 ) -> DeletedOut:
     """Delete a model: its name. The files that a job made stay with the job, and one that is still needed stays."""
-    catalog.delete(session, owner, model, models=services.settings.models)
+    catalog.delete(session, owner, model, models=services.settings.models, force=force)
     return DeletedOut(id=model, object="model")

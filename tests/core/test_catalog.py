@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy.orm import Session
 
 from core import catalog
-from core.errors import Forbidden, InvalidModel, InvalidSpec, NotFound
+from core.errors import Forbidden, InUse, InvalidModel, InvalidSpec, NotFound
 from core.keys import DEFAULT_PROJECT, Account
 from core.states import JobState
 from engine.naming import shapes_of
@@ -352,3 +352,21 @@ def test_a_jobs_result_can_be_given_another_name(session: Session, owner: Accoun
     assert (model.source, model.project_id) == ("storage:jobs/j/1/model", DEFAULT_PROJECT)
     with pytest.raises(NotFound):
         catalog.register(session, owner, "none", {"job": "job-nobody"}, models=tmp_path)
+
+
+def test_a_model_that_checkpoints_are_adapters_on_stays_unless_it_is_forced(
+    session: Session, owner: Account, tmp_path: Path
+) -> None:
+    make.model(session, "mine", project_id=owner.project_id, source="storage:jobs/job-0/1/artifacts/model")
+    whole = make.job(session, state=JobState.SUCCEEDED, base_model="mine")
+    make.checkpoint(session, whole, 4)
+    tuned = make.job(session, state=JobState.FAILED, base_model="mine")
+    tuned.run_config = {**tuned.run_config, "lora": {"rank": 8, "alpha": 16.0, "targets": ["q", "v"]}}
+    for step in (2, 4):
+        make.checkpoint(session, tuned, step)
+    session.flush()
+    with pytest.raises(InUse, match=f"2 checkpoints of 1 jobs .{tuned.id}.*force=true"):
+        catalog.delete(session, owner, "mine", models=tmp_path)
+    catalog.delete(session, owner, "mine", models=tmp_path, force=True)
+    with pytest.raises(NotFound):
+        catalog.get(session, owner, "mine", models=tmp_path)
