@@ -96,3 +96,35 @@ def test_the_pages_name_nothing_that_lies_on_another_host(live, path):
     assert len(loaded) >= 3
     assert not any(httpx.URL(url).host for url in loaded)
     assert "default-src 'self'" in page.headers["content-security-policy"]
+
+
+PROMISED = {
+    "JobOut": "id object kind name labels priority state created_at started_at finished_at spec run_config attempt "
+    "plan progress queue error model artifacts",
+    "ProgressOut": "step total_steps tokens percent eta_seconds tokens_per_second mfu loss",
+    "QueueOut": "position reason estimated_start",
+    "JobErrorOut": "code message param rank hint",
+    "ArtifactOut": "path bytes sha256 kind",
+    "NodeOut": "id slots heartbeat_at",
+    "SlotOut": "index held job_id",
+    "ErrorDetail": "message type param code",
+}
+"""What clients rely on: fields may be added, and none of these goes or is called otherwise."""
+ASKED = {
+    "/v1/jobs": "state kind after limit",
+    "/v1/jobs/{job_id}/events": "after limit order type",
+    "/v1/jobs/{job_id}/stream": "after",
+    "/v1/jobs/{job_id}/metrics": "names from_step to_step max_points",
+    "/v1/jobs/{job_id}/logs": "rank tail",
+    "/v1/files": "purpose after limit",
+}
+"""And what may be asked."""
+
+
+def test_the_fields_and_filters_that_clients_rely_on_are_there(page):
+    schemas = page["components"]["schemas"]
+    missing = {name: set(told.split()) - set(schemas[name]["properties"]) for name, told in PROMISED.items()}
+    assert not any(missing.values()), missing
+    for path, told in ASKED.items():
+        there = {one["name"] for one in page["paths"][path]["get"]["parameters"] if one["in"] == "query"}
+        assert set(told.split()) <= there, path
