@@ -88,13 +88,14 @@ def origin(cluster: Cluster) -> str:
     return f"measured on a node ({device.name})" if device.measured else f"from the data sheet of {device.name}"
 
 
-def found(step: Step, facts: ClusterFacts, *, ranks: int, wishes: Wishes) -> Found | None:
+def found(step: Step, facts: ClusterFacts, *, ranks: int, wishes: Wishes, explain: bool) -> Found | None:
     """What a search finds; None where it has nothing to go by, or nothing is valid."""
     cluster = described(facts, ranks=ranks)
     if cluster is None or step.precision not in cluster.device.flops:
         return None
     try:
-        return search.search(step, cluster, ranks=ranks, wishes=replace(wishes, on_host=facts.device == "cpu"))
+        wishes = replace(wishes, on_host=facts.device == "cpu")
+        return search.search(step, cluster, ranks=ranks, wishes=wishes, explain=explain)
     except ValueError:
         return None
 
@@ -103,7 +104,7 @@ def alternatives(run: RunConfig, shape: ModelShape, facts: ClusterFacts, *, pack
     """The best layouts of a run over as many slots as it takes, and why those that come to mind are not among them."""
     fixed: Mapping[str, int | bool] = {"pipeline": 1} if run.training.samples else {}
     step = step_of(run, shape, packed=packed)
-    outcome = found(step, facts, ranks=run.parallel.ranks, wishes=Wishes(fixed=fixed))
+    outcome = found(step, facts, ranks=run.parallel.ranks, wishes=Wishes(fixed=fixed), explain=True)
     if outcome is None:
         return Alternatives()
     best = [

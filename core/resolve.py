@@ -521,7 +521,7 @@ class _Choice:
             fixed={"pipeline": 1} if training.samples else {},
         )
         step = Step(self.shape, self.seq_len, global_batch, self.precision, self.lora, self.packed, self.compares)
-        found = layouts.found(step, self.cluster, ranks=ranks, wishes=wishes)
+        found = layouts.found(step, self.cluster, ranks=ranks, wishes=wishes, explain=False)
         if found is None:
             return None
         if not found.best:

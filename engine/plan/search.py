@@ -87,14 +87,15 @@ def words(layout: Layout) -> str:
     return " ".join(parts)
 
 
-def search(step: Step, cluster: Cluster, *, ranks: int, wishes: Wishes | None = None) -> Found:
+def search(step: Step, cluster: Cluster, *, ranks: int, wishes: Wishes | None = None, explain: bool = True) -> Found:
     """The best layouts of `step` over `ranks` devices of `cluster`, and what became of those that come to mind.
 
-    Each is one that `Parallel.check` and `Training.check` accept. Raises ValueError where the device's rate is unknown,
+    Each is one that `Parallel.check` and `Training.check` accept. Unless it is to `explain`, losers are told only where
+    nothing fits. Raises ValueError where the device's rate is unknown,
     or where no layout is valid, with what would be.
     """
     looking = _Search(step, cluster, ranks, wishes or Wishes())
-    return looking.found()
+    return looking.found(explain=explain)
 
 
 @dataclass
@@ -109,12 +110,13 @@ class _Search:
     def __post_init__(self) -> None:
         self.timer = Timer(self.step, self.cluster)
 
-    def found(self) -> Found:
+    def found(self, *, explain: bool) -> Found:
         layouts = list(self.layouts())
         if not layouts:
             raise ValueError(self._nothing_is_valid())
         best, refused = self._best(layouts)
-        return Found(best, self._losers(layouts, best, refused), considered=len(layouts))
+        losers = self._losers(layouts, best, refused) if explain or not best else ()
+        return Found(best, losers, considered=len(layouts))
 
     # What there is
 

@@ -201,7 +201,8 @@ class Timer:
         parallel = layout.parallel
         products = Layer(setting).products
         back = 2 * products - self._frozen(setting)
-        kept, again = cost(setting, ()), cost(setting, layout.replayed)
+        kept = cost(setting, ())
+        again = cost(setting, layout.replayed) if layout.replayed else kept
         dropped = max(0, kept.saved - again.saved)
         forward, backward = products / self.rate, back / self.rate
         launches = (FORWARD_OPERATIONS + BACKWARD_OPERATIONS) * device.launch
