@@ -19,7 +19,7 @@ WORKERS ?= 2
 # Two cores and up to two ranks: a thread each, or they fight over the cores. Files as they come: the longest are first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install dev demo example serve test bench check audit format openapi lock clean
+.PHONY: help install dev demo example serve test faults bench check audit format openapi lock clean
 
 help: ## Say what there is
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -55,6 +55,9 @@ serve: install ## All of it on this machine, in the foreground
 
 test: dev ## Everything, against real Valkey, PostgreSQL, Celery and ranks. ARGS=… goes to pytest, WORKERS=0 runs one at a time
 	$(PYTEST) $(ARGS)
+
+faults: dev ## All drills on the running service, long ones too, one at a time; half an hour. ARGS="-k kill" runs some
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "" tests/faults $(ARGS)
 
 bench: dev ## Training steps a second beside a plain transformers loop; about 4 minutes of an idle machine
 	$(BIN)/python -m benchmarks.train_speed $(ARGS)

@@ -30,6 +30,7 @@ from core.services import Services
 from core.settings import Settings
 from core.spec import JobSpec
 from core.states import HELD, TERMINAL, JobState
+from tests.faults.flaky import FlakyWay
 from tests.servers import Server
 
 T = TypeVar("T")
@@ -54,15 +55,26 @@ TINY: dict[str, Any] = {
 class Stack:
     """Everything on one temporary data directory; at the end nothing of it is left."""
 
-    def __init__(self, data_dir: Path, *, parts: Sequence[str] = WITHOUT_API, **settings: Any) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        parts: Sequence[str] = WITHOUT_API,
+        environ: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`environ` is what each part has in its environment besides."""
         quick: dict[str, Any] = {"lease_seconds": 3.0, "stop_grace_seconds": 20.0, "cancel_grace_seconds": 1.0}
         quick |= {"slots": 2, "calibrate": False}
         self.settings = Settings(data_dir=data_dir, admin_key=ADMIN_KEY, node_name="host-a", **quick | settings)
         self.parts: dict[str, subprocess.Popen[bytes]] = {}
         self._names = parts
+        self._environ = dict(environ or {})
         self._exit = ExitStack()
         self.postgresql: Server | None = None
         """The server of its database, for a drill that harms that."""
+        self.way: FlakyWay | None = None
+        """To its storage, for a drill that harms that."""
         self.looks: list[Callable[[], object]] = []
         """What is done, besides, at each look of whoever waits."""
 
@@ -130,7 +142,7 @@ class Stack:
         """That of a service which was configured by its variables, one thread per rank."""
         foreign = ("TRAINSHED_", "DATABASE_URL", "REDIS_URL", "STORAGE_URL")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-        return inherited | self.settings.environment() | {"OMP_NUM_THREADS": "1"}
+        return inherited | self.settings.environment() | {"OMP_NUM_THREADS": "1"} | self._environ
 
     def sweep(self) -> None:
         """End every part and every process that works for a job of this stack."""
@@ -202,6 +214,10 @@ class Stack:
         with self.services.db.session() as session:
             jobs.resume(session, self.owner, job_id)
 
+    def retry(self, job_id: str) -> None:
+        with self.services.db.session() as session:
+            jobs.retry(session, self.owner, job_id, settings=self.settings)
+
     def job(self, job_id: str) -> Job:
         with self.services.db.reading() as session:
             return session.scalars(select(Job).where(Job.id == job_id)).one()
@@ -270,6 +286,15 @@ class Stack:
             return job if job.state in states else None
 
         return self.until(reached, f"{job_id} {' or '.join(states)}", seconds=seconds)
+
+    def until_end(self, job_id: str) -> Job:
+        """The job, once it has ended, however it did."""
+
+        def ended() -> Job | None:
+            job = self.job(job_id)
+            return job if job.state in TERMINAL else None
+
+        return self.until(ended, f"the end of {job_id}")
 
     # Processes
 

@@ -111,6 +111,25 @@ def test_a_long_path_gets_a_short_socket_and_damaged_data_is_put_aside(tmp_path:
     settings.broker_socket.parent.rmdir()
 
 
+def test_a_server_that_dies_on_damaged_data_comes_back_without(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    with broker.running(settings) as process, redis.Redis.from_url(settings.redis) as client:
+        client.rpush("list", *range(100))
+        client.execute_command("WAITAOF", 1, 0, 5000)
+        for path in (tmp_path / "broker" / "appendonlydir").glob("*.incr.aof"):
+            path.write_bytes(b"nonsense" * 100)
+        process.kill()
+
+        def is_back() -> bool:
+            try:
+                return client.info("server")["process_id"] != process.pid
+            except redis.RedisError:
+                return False
+
+        eventually(is_back)
+        assert client.llen("list") == 0
+
+
 def test_one_that_a_killed_service_left_behind_is_replaced(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path)
     script = (

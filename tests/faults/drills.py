@@ -1,15 +1,20 @@
-"""The drills, as data: what is done, what it costs, and which belong together."""
+"""The drills, as data: what is done, what it may cost, on which kinds of service, and which belong together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
+from random import Random
 
 from tests.faults import harm
-from tests.faults.harm import Harm, killed
+from tests.faults.harm import Harm, killed, terminated_twice
+from tests.faults.watched import Watched
 
 NONE, ONE = (0, 0), (1, 1)
 PERHAPS = (0, 1)
 """On a crowded host it takes longer than a lease."""
+SOME = (1, 3)
+"""Each attempt that begins before there is room again."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +25,20 @@ class Drill:
     do: Harm
     attempts: tuple[int, int] = NONE
     """How often, at least and at most, the job begins again from a checkpoint for it."""
-    only: str | None = None
-    """The kind of database that it needs."""
+    on: tuple[str, ...] = ("sqlite", "postgresql")
+    """The kinds of service that it can be done to."""
+
+
+def is_lost(job: Watched) -> bool:
+    return job.stack.job(job.id).losses > 0
+
+
+def has_no_ranks(job: Watched) -> bool:
+    return not job.stack.processes(job.id)
+
+
+def is_not_published(job: Watched) -> bool:
+    return job.says("was not published: no space left")
 
 
 DRILLS = {
@@ -40,9 +57,24 @@ DRILLS = {
         Drill("freeze-supervisor", harm.frozen_supervisor, ONE),
         Drill("thaw-rank", harm.thawed_rank),
         Drill("hang-rank", harm.hanging_rank, ONE),
-        Drill("kill-postgresql", killed("postgresql"), PERHAPS, only="postgresql"),
-        Drill("restart-postgresql", harm.restarted_database, PERHAPS, only="postgresql"),
-        Drill("read-only-postgresql", harm.read_only_database, ONE, only="postgresql"),
+        Drill("cancel-deaf-rank", harm.cancelled_while_deaf, ONE),
+        Drill("pause-deaf-rank", harm.paused_while_deaf, ONE),
+        Drill("starve-rank", harm.starved_rank, ONE),
+        Drill("terminate-rank-twice", terminated_twice("rank"), ONE),
+        Drill("terminate-launcher-twice", terminated_twice("launcher"), ONE),
+        Drill("terminate-supervisor-twice", terminated_twice("supervisor"), ONE),
+        Drill("terminate-node-twice", terminated_twice("node"), ONE),
+        Drill("cut-power", harm.power_cut, ONE, on=("sqlite",)),
+        Drill("kill-postgresql", killed("postgresql"), PERHAPS, on=("postgresql",)),
+        Drill("restart-postgresql", harm.restarted_database, PERHAPS, on=("postgresql",)),
+        Drill("read-only-postgresql", harm.read_only_database, ONE, on=("postgresql",)),
+        Drill("fill-runs", harm.filled("runs", is_lost), SOME, on=("disks",)),
+        Drill("fill-storage", harm.filled("storage", is_not_published), on=("disks",)),
+        Drill("fill-database", harm.filled("", has_no_ranks), SOME, on=("disks",)),
+        Drill("clock-forward", harm.set_clock(3600), on=("clock",)),
+        Drill("clock-back", harm.set_clock(-3600), on=("clock",)),
+        Drill("storage-refuses", harm.storage_is("refuse", 5), on=("s3",)),
+        Drill("storage-hangs", harm.storage_is("hang", 1), on=("s3",)),
     )
 }
 
@@ -53,4 +85,11 @@ SHORT = {
     ),
     "postgresql": ("kill-postgresql", "restart-postgresql", "kill-node", "kill-launcher"),
 }  # fmt: skip
-"""What one job after another in each default run is put through: one job for each kind of database, in this order."""
+"""What the job of each default run is put through, one after another: one job for each kind of database."""
+
+KILLS = tuple(name for name in DRILLS if name.startswith("kill-"))
+
+
+def pairs(seed: int, count: int) -> list[tuple[str, str]]:
+    """Two kills that fall together, as chance has it."""
+    return Random(seed).sample(list(combinations(KILLS, 2)), count)

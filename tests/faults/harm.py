@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
+from threading import Event
+from typing import Literal
 
 import psutil
+import pytest
 import redis
 
 from core.states import JobState
@@ -30,6 +35,10 @@ PARTS = frozenset({"api", "upkeep", "node"})
 GANG = frozenset({"rank", "launcher", "supervisor"})
 """None of these trains on without the others."""
 PROMPT_SECONDS = 10.0
+AGAIN_SECONDS = 0.05
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+CLOCK = "clock"
+"""File in the data directory of a stack whose clock can be set, that says by how many seconds."""
 
 
 def killed(name: str) -> Harm:
@@ -110,3 +119,133 @@ def thawed_rank(job: Watched) -> None:
 def hanging_rank(job: Watched) -> None:
     """It stands still and stays so: the others hang in what they do together."""
     TARGETS["rank"](job)[0].suspend()
+
+
+def terminated_twice(name: str) -> Harm:
+    """Told to end, and told again before it can have done so."""
+
+    def harm(job: Watched) -> None:
+        victims = [psutil.Process(job.stack.parts["node"].pid)] if name == "node" else TARGETS[name](job)
+        kill(victims, signal.SIGTERM)
+        Event().wait(AGAIN_SECONDS)
+        for victim in victims:
+            with suppress(psutil.NoSuchProcess):
+                victim.terminate()
+        if name == "node":
+            job.stack.parts.pop(name).wait(60)
+            job.stack.start(name)
+
+    return harm
+
+
+def cancelled_while_deaf(job: Watched) -> None:
+    """A rank hears nothing, and so not that it should end; the job is cancelled, and retried."""
+    TARGETS["rank"](job)[0].suspend()
+    job.stack.cancel(job.id)
+    job.assert_at_rest(job.stack.until_state(job.id, JobState.CANCELLED))
+    job.stack.retry(job.id)
+
+
+def paused_while_deaf(job: Watched) -> None:
+    """The same with a pause, for which it has longer to save."""
+    TARGETS["rank"](job)[0].suspend()
+    job.stack.pause(job.id)
+    job.assert_at_rest(job.stack.until_state(job.id, JobState.PAUSED))
+    job.stack.resume(job.id)
+
+
+def starved_rank(job: Watched) -> None:
+    """The kernel kills it for want of memory: the job says so, and what to change, and is retried."""
+    (rank,) = TARGETS["rank"](job)
+    group = MEMORY_GROUPS / f"drill-{rank.pid}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("needs leave to limit the memory of a process by a control group (version 1)")
+    try:
+        (group / "memory.limit_in_bytes").write_text("4096")
+        (group / "cgroup.procs").write_text(str(rank.pid))
+        failed = job.stack.until_end(job.id)
+        job.stack.until(lambda: not (group / "cgroup.procs").read_text(), "the end of what was in the group")
+    finally:
+        group.rmdir()
+    assert failed.state is JobState.FAILED
+    assert failed.error is not None
+    assert (failed.error["code"], failed.error["rank"]) == ("out_of_memory", 1)
+    assert "Lower training.micro_batch" in failed.error["hint"]
+    job.assert_at_rest(failed)
+    job.stack.retry(job.id)
+
+
+def power_cut(job: Watched) -> None:
+    """Everything ends at once, and each file loses its second half, but those that the disk was made to keep."""
+    stack = job.stack
+    parts = {name: stack.parts.pop(name) for name in list(stack.parts)}
+    for part in parts.values():
+        part.kill()
+    kill([*stack.supervisors(), *stack.processes()])
+    for part in parts.values():
+        part.wait()
+    kept = stack.settings.data_dir / "storage"
+    for path in stack.settings.data_dir.rglob("*"):
+        if path.is_file() and not path.is_relative_to(kept) and not path.name.startswith("trainshed.db"):
+            os.truncate(path, path.stat().st_size // 2)
+    # The last, as it is started again at once.
+    kill(stack.brokers())
+    for name in parts:
+        stack.start(name)
+
+
+def filled(place: str, until: Callable[[Watched], object]) -> Harm:
+    """No byte more fits beneath `place` of the data directory, until what that does has shown itself."""
+
+    def harm(job: Watched) -> None:
+        filler = job.stack.settings.data_dir / place / "filler"
+        fill(filler)
+        try:
+            job.stack.until(lambda: until(job), f"an effect of the full disk of {place or 'the database'}")
+        finally:
+            filler.unlink()
+
+    return harm
+
+
+def fill(filler: Path) -> None:
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+def set_clock(seconds: int) -> Harm:
+    """That of all processes of the service but the ranks and the broker."""
+
+    def harm(job: Watched) -> None:
+        clock = job.stack.settings.data_dir / CLOCK
+        clock.with_suffix(".new").write_text(f"{seconds:+d}")
+        clock.with_suffix(".new").rename(clock)
+        # Each of them renews it once a fifth of a lease: it has been read by the new clock.
+        job.stack.until(lambda: abs(job.lease_ends_in() - seconds) < seconds_of_a_lease(job), "a renewal by that clock")
+
+    return harm
+
+
+def seconds_of_a_lease(job: Watched) -> float:
+    return 2 * job.stack.settings.lease_seconds
+
+
+def storage_is(mode: Literal["refuse", "hang"], times: int) -> Harm:
+    """It refuses, or does not answer, so many times."""
+
+    def harm(job: Watched) -> None:
+        way = job.stack.way
+        assert way is not None
+        goal = way.harmed + times
+        way.set(mode)
+        try:
+            job.stack.until(lambda: way.harmed >= goal, f"{times} requests that meet it")
+        finally:
+            way.set("pass")
+
+    return harm

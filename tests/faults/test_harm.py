@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from random import Random
 
+import httpx
 import pytest
 
-from tests.faults.drills import DRILLS, SHORT, Drill
+from core.states import JobState
+from tests.faults import harm
+from tests.faults.drills import DRILLS, PERHAPS, SHORT, Drill, is_lost, pairs
 from tests.faults.watched import Watched
-from tests.stack import Stack
+from tests.stack import ADMIN_KEY, TEXT, Stack
 
 EVERY = 10
-STEPS = 200
-"""Enough of them that all drills of a job are over before it is."""
+STEPS, FEW_STEPS = 200, 80
+"""Enough of them that all drills of a job are over before it is; for one of them fewer do."""
+STALL_SECONDS = 15.0
+MOST_STEPS_BETWEEN = 20
+"""Of two kills that fall together."""
 
 
 def put_through(stack: Stack, drills: Sequence[Drill]) -> Watched:
     """A job that has met all of these; it has not ended yet."""
-    job = Watched(stack, steps=STEPS, checkpoint_every=EVERY)
+    steps = STEPS if len(drills) > 1 else FEW_STEPS
+    job = Watched(stack, steps=steps, checkpoint_every=EVERY, stall_seconds=STALL_SECONDS)
     for drill in drills:
         job.meet(drill)
     return job
@@ -30,11 +38,97 @@ def test_nobody_can_tell_what_was_killed_while_a_job_ran(each_stack: Stack) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(DRILLS))
-@pytest.mark.parametrize("each_stack", ["sqlite", "postgresql"], indirect=True)
-def test_nobody_can_tell_from_a_job_that(each_stack: Stack, name: str) -> None:
-    drill = DRILLS[name]
-    if drill.only not in {None, each_stack.kind}:
-        pytest.skip(f"needs {drill.only}")
-    job = put_through(each_stack, [drill])
+@pytest.mark.parametrize(("kind", "name"), [(kind, drill.name) for drill in DRILLS.values() for kind in drill.on])
+def test_nobody_can_tell_from_a_job_what_was_done(stack_on: Callable[[str], Stack], kind: str, name: str) -> None:
+    job = put_through(stack_on(kind), [DRILLS[name]])
     job.assert_whole()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_nobody_can_tell_from_a_job_that_two_things_fell_at_random(stack_on: Callable[[str], Stack], seed: int) -> None:
+    chance = Random(seed)
+    stack = stack_on("postgresql" if seed % 2 else "sqlite")
+    ((one, other),) = pairs(seed, 1)
+    if stack.postgresql is None:
+        one, other = (name.replace("postgresql", "supervisor") for name in (one, other))
+    steps = chance.randrange(MOST_STEPS_BETWEEN)
+
+    def both(job: Watched) -> None:
+        DRILLS[one].do(job)
+        last = stack.job(job.id).last_step
+        stack.until(lambda: stack.job(job.id).last_step >= last + steps, f"{steps} steps between")
+        DRILLS[other].do(job)
+
+    fewest, most = (sum(DRILLS[name].attempts[end] for name in (one, other)) for end in (0, 1))
+    # The second may fall while the job waits to begin again for the first.
+    job = put_through(stack, [Drill(f"{one} and {other}", both, (min(fewest, 1), most + PERHAPS[1]))])
+    job.assert_whole()
+
+
+@pytest.mark.slow
+def test_a_result_that_finds_no_room_is_stored_once_there_is_some(stack_on: Callable[[str], Stack]) -> None:
+    stack = stack_on("disks")
+    job = put_through(stack, [])
+    stack.until_step(job.id, FEW_STEPS // 2)
+    harm.filled("storage", is_lost)(job)
+    job.assert_whole()
+    assert stack.job(job.id).attempt == 2
+    assert job.says("no space left")
+
+
+@pytest.mark.slow
+def test_an_upload_that_finds_no_room_is_refused_and_leaves_nothing(stack_on: Callable[[str], Stack]) -> None:
+    stack = stack_on("disks")
+
+    def upload() -> httpx.Response:
+        return httpx.post(
+            f"{stack.url}/v1/files", headers={"Authorization": f"Bearer {ADMIN_KEY}"},
+            data={"purpose": "pretrain"}, files={"file": ("text.txt", TEXT.encode() * 100)}, timeout=60,
+        )  # fmt: skip
+
+    for place in ("storage", ""):
+        filler = stack.settings.data_dir / place / "filler"
+        harm.fill(filler)
+        refused = upload()
+        filler.unlink()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "disk_full"), refused.text
+    assert upload().status_code in {200, 201}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["valkey", "upkeep", "node"])
+def test_a_job_that_is_submitted_while_something_is_down_runs_once_it_is_up(stack: Stack, part: str) -> None:
+    if part == "valkey":
+        for broker in stack.brokers():
+            broker.kill()
+    else:
+        stack.parts[part].kill()
+        stack.parts.pop(part).wait()
+    job = Watched(stack, steps=20, checkpoint_every=EVERY)
+    assert stack.job(job.id).state in {JobState.QUEUED, JobState.STARTING}
+    if part != "valkey":
+        stack.start(part)
+    job.assert_whole()
+
+
+@pytest.mark.slow
+def test_a_submit_while_the_database_is_down_is_answered_in_words_and_taken_once_it_is_up(
+    stack_on: Callable[[str], Stack],
+) -> None:
+    stack = stack_on("postgresql")
+    assert stack.postgresql is not None
+    spec = stack.spec(steps=20, checkpoint_every=EVERY, ranks=1)
+
+    def submit() -> httpx.Response:
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        return httpx.post(f"{stack.url}/v1/jobs", headers=headers, json=spec, timeout=60)
+
+    stack.postgresql.stop(9)
+    try:
+        refused = submit()
+    finally:
+        stack.postgresql.start()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable"), refused.text
+    taken = stack.until(lambda: (answer := submit()).status_code == 201 and answer, "an answer of 201")
+    stack.until_state(taken.json()["id"], JobState.SUCCEEDED)

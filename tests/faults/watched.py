@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from sqlalchemy import select
 
 from core import artifacts, checkpoints, metrics
-from core.models import Job
+from core.models import Job, JobEvent
 from core.states import HELD, TERMINAL, JobState
 from tests.stack import ADMIN_KEY, Stack
 
@@ -25,18 +27,16 @@ ANSWER_SECONDS = 20.0
 
 
 class Watched:
-    """One job of a stack. From its submit until `close`, whoever waits on the stack also looks at it."""
+    """One job of a stack. From its submit until the next is watched, whoever waits on the stack also looks at it."""
 
-    def __init__(self, stack: Stack, *, steps: int, checkpoint_every: int, ranks: int = 2, **rest: Any) -> None:
+    def __init__(self, stack: Stack, *, steps: int, checkpoint_every: int, ranks: int = 2, **training: Any) -> None:
         self.stack, self.steps = stack, steps
-        self.spec = stack.spec(steps=steps, checkpoint_every=checkpoint_every, ranks=ranks) | rest
+        self.spec = stack.spec(steps=steps, checkpoint_every=checkpoint_every, ranks=ranks, **training)
         self.id = stack.create(self.spec)
         self.saved = 0
         """The step of the newest checkpoint that a drill has met."""
-        stack.looks.append(self.look)
-
-    def close(self) -> None:
-        self.stack.looks.remove(self.look)
+        # Not those of a drill before, whatever became of it.
+        stack.looks = [self.look]
 
     # While it runs
 
@@ -80,6 +80,16 @@ class Watched:
             return None
         self.saved = newest.step
         return job
+
+    def lease_ends_in(self) -> float:
+        """Seconds from now, by a clock that nobody sets."""
+        return (self.stack.job(self.id).lease_expires_at or 0.0) - time.time()
+
+    def says(self, words: str) -> bool:
+        """Whether some event of it has these words."""
+        with self.stack.services.db.reading() as session:
+            told = select(JobEvent.seq).where(JobEvent.job_id == self.id, JobEvent.message.contains(words))
+            return session.scalars(told).first() is not None
 
     # At its end
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from engine.config import Training
 from tests import make
 from workers.launcher import LocalLauncher
 
+LINE = b"a line\n"
 FAKE_ENGINE = Path(__file__).parents[1] / "fakes" / "engine.py"
 
 
@@ -46,7 +48,7 @@ def fake_engine(*options: str) -> LocalLauncher:
 def place_job(services: Services, *, steps: int = 20, checkpoint_every: int | None = 5, **columns: Any) -> str:
     """A job with one training file, placed on this node and not yet claimed; its id."""
     file_id = new_id("file")
-    services.storage.put_bytes(f"files/{file_id}", b"a line\n")
+    services.storage.put_bytes(f"files/{file_id}", LINE)
     training = Training(steps=steps, checkpoint_every=checkpoint_every, global_batch=1, micro_batch=1, lr=0.1)
     asked: dict[str, Any] = {
         "state": JobState.STARTING,
@@ -57,5 +59,5 @@ def place_job(services: Services, *, steps: int = 20, checkpoint_every: int | No
         "run_config": make.run_config(training=training).model_dump(mode="json"),
     }
     with services.db.session() as session:
-        make.file(session, file_id)
+        make.file(session, file_id, bytes=len(LINE), sha256=hashlib.sha256(LINE).hexdigest())
         return make.job(session, **asked | columns).id

@@ -87,3 +87,15 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert told == [20, 10]
     with services.db.reading() as session:
         assert len(checkpoints.newest_first(session, job_id)) == 2, "it may be this host that reads them wrong"
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS.keys())
+def test_a_damaged_file_is_not_trained_on(services: Services, tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    job_id = place_job(services, state=JobState.RUNNING, attempt=1, holder="somebody")
+    with services.db.reading() as session:
+        job = jobs.find(session, job_id)
+    (file_id,) = job.spec["data"]["train"]
+    harm(services.settings.data_dir / "storage" / "files" / file_id)
+    with pytest.raises(staging.Unusable, match=f"the content of {file_id} is") as refused:
+        staging.stage(services, job, tmp_path / "run")
+    assert refused.value.code == "invalid_data"
