@@ -67,20 +67,23 @@ class _Broker:
     def start(self) -> subprocess.Popen[bytes]:
         # One that an earlier service left behind, when it was killed, has our files open.
         _shut_down(self._socket)
+        self._process = self._launch_somehow()
+        self._watch.start()
+        return self._process
+
+    def _launch_somehow(self) -> subprocess.Popen[bytes]:
+        """With its data, else without: it holds hints, and a damaged log of them must not keep the service down."""
         try:
-            self._process = self._launch()
+            return self._launch()
         except Unavailable:
-            # What it holds are hints, so a damaged log of them must not keep the service from starting.
             damaged = self._folder / "appendonlydir"
-            if not damaged.exists():
+            if not damaged.exists() or self._stopping.is_set():
                 raise
             aside = self._folder / "appendonlydir.damaged"
             shutil.rmtree(aside, ignore_errors=True)
             damaged.rename(aside)
             log.warning("broker starts empty", reason="its data could not be read", kept=str(aside))
-            self._process = self._launch()
-        self._watch.start()
-        return self._process
+            return self._launch()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -99,7 +102,7 @@ class _Broker:
                 return
             log.warning("broker died, starting it again", exit_code=code)
             try:
-                self._process = self._launch()
+                self._process = self._launch_somehow()
             except (Unavailable, OSError) as error:
                 log.error("broker does not start", reason=str(error))
                 self._stopping.wait(_PAUSE_SECONDS)

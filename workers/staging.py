@@ -88,6 +88,9 @@ def _fetch(storage: Storage, file: File, path: Path) -> None:
         storage.get_to(file.storage_key, path)
     except NotFound as error:
         raise Unusable("invalid_data", f"the content of {file.id} is gone from storage") from error
+    if path.stat().st_size != file.bytes or checkpoints.sha256_of(path) != file.sha256:
+        # Cut or zeroed, it would train all the same, on something else.
+        raise Unusable("invalid_data", f"the content of {file.id} is not what was uploaded: it is damaged in storage")
 
 
 def _source(session: Session, job: Job) -> str:
