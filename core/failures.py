@@ -17,7 +17,7 @@ HINTS: dict[ErrorCode, str] = {
     "stalled": "See the logs of each rank for where it waits; then retry the job.",
     "disk_full": "Free space on the host or keep fewer checkpoints (training.keep_checkpoints), then retry the job.",
     "max_runtime": "Raise max_runtime, or train fewer steps.",
-    "lease_lost": "The host that ran the job went away too often; look at its health, then retry the job.",
+    "lease_lost": "The host that ran the job went away or had no time, too often; look at its health, then retry it.",
     "internal": "This is a fault of ours: retry, and report it with the job's logs if it comes back.",
 }
 """What to do about each code."""

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -80,7 +80,7 @@ def launch(
     run_dir = run_file.absolute().parent
     clear(run_dir)
     with ExitStack() as stack:
-        watch = stack.enter_context(Watch(heartbeat_timeout))
+        watch = stack.enter_context(Watch(heartbeat_timeout, lambda why: farewell(run_dir, why)))
         rendezvous = run_dir / f".rendezvous-{os.getpid()}-{time.time_ns()}"
         stack.callback(rendezvous.unlink, missing_ok=True)
         kills_before = kernel_memory_kills()
@@ -222,7 +222,9 @@ def die_with(launcher: int) -> Callable[[], None]:
 class Watch:
     """Waits for what concerns the launcher: a child's end, a wish to stop, the lease."""
 
-    def __init__(self, heartbeat_timeout: float | None) -> None:
+    def __init__(self, heartbeat_timeout: float | None, farewell: Callable[[str], object] = lambda why: None) -> None:
+        """`farewell` says why all of it dies, when no rank says anything any more."""
+        self.farewell = farewell
         self.crew: Sequence[Rank] = ()
         self.stopping = False
         self.until: float | None = None
@@ -289,12 +291,30 @@ class Watch:
                 self.die("the supervisor is gone: its end of stdin closed")
             self.renewed = time.monotonic()
         elif lease_ends is not None and time.monotonic() >= lease_ends:
-            self.die(f"the lease was not renewed for {self.timeout:g} seconds")
+            self.expire(
+                f"the job's lease was not renewed for {self.timeout:g} seconds: the database did not answer, or this "
+                "host had no time. The run was ended so that no other can run beside it"
+            )
         return self.until is None or time.monotonic() < self.until
+
+    def expire(self, why: str) -> None:
+        """Die, and say so to a supervisor that may be there all the same."""
+        for rank in self.crew:
+            rank.process.kill()
+        # Whatever keeps it from being said, it dies.
+        with suppress(Exception):
+            self.farewell(why)
+        self.die(why)
 
     def die(self, why: str) -> None:
         log.error("killing the process group: %s", why)
         os.killpg(0, signal.SIGKILL)
+
+
+def farewell(run_dir: Path, why: str) -> None:
+    """Let the events say why the run is cut short, for a supervisor that is there to read it."""
+    with Emitter(run_dir / EVENTS) as emitter:
+        emitter.emit(Failed(code="lease_lost", message=why))
 
 
 def kill(crew: Sequence[Rank]) -> None:

@@ -64,7 +64,9 @@ class Upkeep:
         lease = self.services.settings.lease
         with self.services.db.session() as session:
             jobs.end_sooner(session, longest=max(lease, scheduler.CLAIM_WITHIN))
-            if self.clock.was_set(session.scalars(select(database_now())).one(), monotonic()):
+            asked = monotonic()
+            at = session.scalars(select(database_now())).one()
+            if self.clock.was_set(at, asked=asked, answered=monotonic()):
                 log.warning("the database's clock was set", leases="are renewed before any is taken for over")
                 self.trusts_leases_at = monotonic() + lease.total_seconds()
             if monotonic() < self.trusts_leases_at:

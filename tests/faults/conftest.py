@@ -18,6 +18,8 @@ from tests.faults.harm import CLOCK
 from tests.stack import PARTS, Stack
 
 SLOTS = 4
+LEASE_SECONDS = 5.0
+"""So long that on a crowded host none ends by itself."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,8 @@ def stack_on(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Stack]]
 
 
 def on_sqlite(data_dir: Path, stacks: ExitStack, request: pytest.FixtureRequest, **settings: Any) -> Stack:
-    return stacks.enter_context(Stack(data_dir, parts=tuple(PARTS), **{"slots": SLOTS} | settings))
+    usual: dict[str, Any] = {"slots": SLOTS, "lease_seconds": LEASE_SECONDS}
+    return stacks.enter_context(Stack(data_dir, parts=tuple(PARTS), **usual | settings))
 
 
 def on_postgresql(data_dir: Path, stacks: ExitStack, request: pytest.FixtureRequest) -> Stack:
@@ -69,10 +72,11 @@ def on_another_clock(data_dir: Path, stacks: ExitStack, request: pytest.FixtureR
     environ = {
         "LD_PRELOAD": str(library),
         "FAKETIME_TIMESTAMP_FILE": str(data_dir / CLOCK),
-        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_CACHE_DURATION": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
     }
-    return on_sqlite(data_dir, stacks, request, environ=environ)
+    # All that they do takes longer so.
+    return on_sqlite(data_dir, stacks, request, environ=environ, lease_seconds=2 * LEASE_SECONDS)
 
 
 def on_s3(data_dir: Path, stacks: ExitStack, request: pytest.FixtureRequest) -> Stack:

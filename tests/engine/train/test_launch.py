@@ -248,6 +248,9 @@ def test_the_end_of_the_heartbeat_kills_the_group(start):
 def test_silence_longer_than_the_lease_kills_the_group(start):
     run = start(rank0="train", heartbeat_timeout=0.5)
     assert run.gone() == -signal.SIGKILL
+    last = run.last()
+    assert (last.type, last.code) == ("failed", "lease_lost")
+    assert "not renewed for 0.5 seconds" in last.message
 
 
 def test_each_heartbeat_renews_the_lease(start):
