@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import random
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic import op
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import inspect, select, text
+from alembic.script import ScriptDirectory
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    Connection,
+    Float,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    inspect,
+    select,
+    text,
+)
 
 from core import metrics, outbox, schema
 from core.db import Database, open_engine
@@ -59,6 +77,94 @@ def test_a_schema_with_rows_in_it_goes_down_and_up_again(database: Database, dat
     schema.upgrade(database_url)
     assert schema.is_current(database.engine)
     assert set(Base.metadata.tables) <= set(inspect(database.engine).get_table_names())
+
+
+REVISIONS = [step.revision for step in reversed([*ScriptDirectory.from_config(schema._config()).walk_revisions()])]
+"""From the first to the newest."""
+MOVED: dict[tuple[str, str], Callable[[dict[str, Any]], Any]] = {("models", "key"): lambda row: row["id"]}
+"""Columns that a migration fills from others of the row, and with what."""
+POINT = struct.pack("<qd", 7, 0.5)
+AS_IT_MUST_BE: dict[tuple[str, str], Any] = {
+    # One point, and its extremes: taken back, it is a row of `metrics`.
+    ("metric_chunks", "points"): POINT, ("metric_chunks", "size"): 1, ("metric_chunks", "first_step"): 7,
+    ("metric_chunks", "last_step"): 7, ("metric_chunks", "low"): 0.5, ("metric_chunks", "high"): 0.5,
+    ("metric_chunks", "low_step"): 7, ("metric_chunks", "high_step"): 7, ("jobs", "state"): "queued",
+}  # fmt: skip
+"""Values that mean something to a migration."""
+
+Rows = dict[str, dict[str, Any]]
+"""By table, a row of it."""
+
+
+def test_a_row_of_every_table_at_every_revision_goes_all_the_way_up_and_down_as_it_was(empty_url: str) -> None:
+    """A row that was written by any earlier version is there, and the same, in any other that has its columns."""
+    written: dict[str, Rows] = {}
+    for revision in REVISIONS:
+        schema.upgrade(empty_url, revision)
+        assert_kept(empty_url, written, f"up to {revision}")
+        written[revision] = write_rows(empty_url, revision)
+    # What a later revision alone has goes with it on the way down; what stays is the same.
+    for revision in reversed(REVISIONS[:-1]):
+        schema.downgrade(empty_url, revision)
+        written = {each: rows for each, rows in written.items() if each <= revision}
+        assert_kept(empty_url, written, f"down to {revision}")
+    schema.upgrade(empty_url)
+    assert_kept(empty_url, written, "and up again")
+
+
+def write_rows(url: str, revision: str) -> Rows:
+    """A row of every table that there is at this revision, each hanging on the others; what was written."""
+    with tables(url) as (connection, found):
+        rows: Rows = {}
+        for table in found.sorted_tables:
+            if table.name != "alembic_version":
+                rows[table.name] = {column.name: value_of(table, column, rows, revision) for column in table.columns}
+                connection.execute(table.insert().values(rows[table.name]))
+    return rows
+
+
+def value_of(table: Table, column: Column[Any], rows: Rows, revision: str) -> Any:
+    if key := next(iter(column.foreign_keys), None):
+        return rows[key.column.table.name][key.column.name]
+    if (table.name, column.name) in AS_IT_MUST_BE:
+        return AS_IT_MUST_BE[table.name, column.name]
+    number = int(revision)
+    by_kind: tuple[tuple[type, Any], ...] = (
+        (Boolean, True),
+        (Integer, number),
+        (Float, number + 0.25),
+        (JSON, {"of": [revision, None, 1.5, "é"]}),
+    )
+    length = getattr(column.type, "length", None)
+    by_kind += ((LargeBinary, revision.encode()), (String, f"{revision}é{table.name} {column.name}"[:length]))
+    return next(value for kind, value in by_kind if isinstance(column.type, kind))
+
+
+def assert_kept(url: str, written: dict[str, Rows], when: str) -> None:
+    with tables(url) as (connection, found):
+        for revision, rows in written.items():
+            for table in found.sorted_tables:
+                if (row := rows.get(table.name)) is None:
+                    continue
+                moved = {name: fill(row) for (of, name), fill in MOVED.items() if of == table.name}
+                expected = {name: value for name, value in (moved | row).items() if name in table.c}
+                query = select(table).where(*(column == expected[column.name] for column in table.primary_key))
+                there = connection.execute(query).mappings().one_or_none()
+                assert there is not None, f"{when}: the row of {table.name} from {revision} is gone"
+                assert {name: there[name] for name in expected} == expected, f"{when}: {table.name} from {revision}"
+
+
+@contextmanager
+def tables(url: str) -> Iterator[tuple[Connection, MetaData]]:
+    """The tables as the database itself describes them: those of an earlier revision have no classes any more."""
+    engine = open_engine(url)
+    found = MetaData()
+    try:
+        with engine.begin() as connection:
+            found.reflect(connection)
+            yield connection, found
+    finally:
+        engine.dispose()
 
 
 def test_models_keep_their_names_through_the_migrations_as_far_as_names_are_unique(
