@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -287,6 +287,21 @@ def sweep(db: Database, storage: Storage, *, age: timedelta = ORPHANED_AFTER) ->
                 storage.delete(key)
                 removed.append(key)
     return removed
+
+
+def needed(session: Session, project_ids: Collection[str]) -> set[str]:
+    """The files that unfinished jobs of these projects need."""
+    return {id_ for project_id in project_ids for id_ in _needed(session, project_id)}
+
+
+def remove_unneeded(session: Session, storage: Storage, file_id: str) -> bool:
+    """Remove a file, unless a job needs it by now; whether it went."""
+    # Locked first, as in `delete`.
+    file = session.scalars(select(File).where(File.id == file_id).with_for_update(skip_locked=True)).one_or_none()
+    if file is None or file_id in _needed(session, file.project_id):
+        return False
+    _remove(session, storage, file)
+    return True
 
 
 def _needed(session: Session, project_id: str) -> dict[str, str]:

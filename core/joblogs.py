@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -14,6 +15,7 @@ from core.storage import Storage, Stored
 
 BLOCK_BYTES = 64 * 1024
 """The end of a log is looked for in pieces of this size, growing twofold."""
+_KEY = re.compile(r"jobs/([^/]+)/logs/(\d+)/[^/]+")
 MOST_BYTES = 256 * BLOCK_BYTES
 """No more than this is read, however long the lines are: a progress bar writes gigabytes without ending one."""
 
@@ -22,6 +24,12 @@ def keep(storage: Storage, job_id: str, attempt: int, folder: Path) -> None:
     """Store every log in `folder` for good. Again is fine."""
     for path in sorted(folder.glob("*.log")):
         storage.put_file(f"{_prefix(job_id)}/{attempt}/{path.name}", path)
+
+
+def whose(key: str) -> tuple[str, int] | None:
+    """Job and attempt whose log this object is; None where it is none."""
+    match = _KEY.fullmatch(key)
+    return None if match is None else (match[1], int(match[2]))
 
 
 def telling_rank(settings: Settings, storage: Storage, job: Job) -> int:

@@ -17,6 +17,8 @@ from pathlib import Path
 from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from core import stays
+
 Network = IPv4Network | IPv6Network
 
 _LONGEST_SOCKET_PATH = 100
@@ -88,6 +90,8 @@ class Settings(BaseSettings):
     """Hours after which a project's use of slots counts half as much against its place in the queue."""
     requests_per_minute: int = Field(6000, ge=0)
     """Requests of one key in a minute, and at once after a pause; 0 sets no limit."""
+    retention: str | None = None
+    """How long things stay, such as `checkpoints.age=30d,logs.count=2,files.age=52w`. Default: for ever."""
     webhook_networks: str | None = None
     """Networks that webhooks may reach beside the public internet, such as `127.0.0.0/8,10.1.0.0/16`. Default: none."""
     wandb_api_key: str | None = Field(None, repr=False)
@@ -117,11 +121,22 @@ class Settings(BaseSettings):
             raise ValueError(f"there is no level {level!r}; take DEBUG, INFO, WARNING or ERROR")
         return level.upper()
 
+    @field_validator("retention")
+    @classmethod
+    def is_a_list_of_rules(cls, rules: str | None) -> str | None:
+        stays.parse(rules)
+        return rules
+
     @field_validator("webhook_networks")
     @classmethod
     def is_a_list_of_networks(cls, networks: str | None) -> str | None:
         _networks(networks)
         return networks
+
+    @property
+    def rules(self) -> dict[str, stays.Stay]:
+        """The rules of `retention`, by kind."""
+        return stays.parse(self.retention)
 
     @property
     def reachable(self) -> tuple[Network, ...]:

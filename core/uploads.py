@@ -150,7 +150,7 @@ def _over(now: str) -> InvalidMove:
 def add_part(db: Database, storage: Storage, owner: Account, upload_id: str, chunks: Iterable[bytes]) -> UploadPart:
     """Keep a part. It is there, whole, once this returns; of one that is refused nothing is."""
     id_ = new_id("part")
-    key = _key(upload_id, id_)
+    key = key_of(upload_id, id_)
     digest = hashlib.md5(usedforsecurity=False)
 
     def listed() -> bool:
@@ -203,7 +203,8 @@ def _digested(chunks: Iterable[bytes], digest: hashlib._Hash) -> Iterator[bytes]
         yield chunk
 
 
-def _key(upload_id: str, part_id: str) -> str:
+def key_of(upload_id: str, part_id: str) -> str:
+    """Where a part lies in storage."""
     return f"{_prefix(upload_id)}/{part_id}"
 
 
@@ -237,7 +238,7 @@ class Gathered:
         """The file, one part after another; InvalidRequest at its end unless it has this `md5`."""
         digest = hashlib.md5(usedforsecurity=False)
         for part_id in self.part_ids:
-            yield from _digested(storage.stream(_key(self.upload.id, part_id)), digest)
+            yield from _digested(storage.stream(key_of(self.upload.id, part_id)), digest)
         if md5 is not None and digest.hexdigest() != md5.lower():
             raise InvalidRequest(
                 f"The parts in this order have the md5 {digest.hexdigest()}; the upload stays open, so that the wrong "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from time import monotonic
+
 import structlog
 
-from core import files, outbox, uploads, visits
+from core import files, outbox, retention, uploads, visits
 from core.services import Services
 from workers.duties import Duty, keep
 from workers.orders import Orders
@@ -13,6 +15,7 @@ log = structlog.get_logger(__name__)
 
 EXPIRE_SECONDS = 30.0
 FORGET_SECONDS = 600.0
+RETENTION_SECONDS = 3600.0
 SWEEP_SECONDS = 3600.0
 """All content in storage is listed for it."""
 
@@ -27,6 +30,7 @@ class Expiry:
             Duty("sweep files", SWEEP_SECONDS, self.sweep_files),
             Duty("expire uploads", EXPIRE_SECONDS, self.expire_uploads),
             Duty("forget uploads", FORGET_SECONDS, self.forget_uploads),
+            Duty("retention", RETENTION_SECONDS, self.retention, due_at=monotonic() + RETENTION_SECONDS),
             Duty("forget webhooks", FORGET_SECONDS, self.forget_webhooks),
             Duty("forget visits", FORGET_SECONDS, self.forget_visits),
         )
@@ -48,6 +52,11 @@ class Expiry:
 
     def forget_uploads(self) -> None:
         uploads.forget(self.services.db, self.services.storage)
+
+    def retention(self) -> None:
+        for kind, went in retention.sweep(self.services, self.services.settings.rules).items():
+            if went.things:
+                log.info("kept for long enough", kind=kind, things=went.things, objects=went.objects, bytes=went.bytes)
 
     def forget_webhooks(self) -> None:
         with self.services.db.session() as session:

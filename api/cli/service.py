@@ -6,11 +6,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from api.cli.answers import show_json, show_table, size
+from api.cli.asking import JsonFlag
 from api.cli.outcomes import Exit, fail
 
 app = typer.Typer()
@@ -38,6 +41,7 @@ def starting() -> Iterator[None]:
     from pydantic import ValidationError
 
     from api.serve import Refused
+    from core.backup import Refused as CannotCopy
     from core.errors import Unavailable
     from core.settings import complaints, misspelt
 
@@ -47,7 +51,7 @@ def starting() -> Iterator[None]:
         yield
     except ValidationError as error:
         fail(f"A setting can't be used: {complaints(error)}", Exit.USAGE)
-    except (Refused, Unavailable) as error:
+    except (Refused, CannotCopy, Unavailable) as error:
         fail(str(error), Exit.USAGE)
 
 
@@ -81,6 +85,60 @@ def migrate() -> None:
 
         if secret := prepare(Settings()):
             typer.echo(f"The first admin key, shown this once and kept nowhere: {secret}")
+
+
+Folder = Annotated[Path, typer.Argument(help="Folder of the backup.", file_okay=False)]
+
+
+@app.command(rich_help_panel="The service")
+def backup(folder: Folder) -> None:
+    """Copy the database and what it names in storage to a new folder, while the service runs."""
+    with starting():
+        from core import backup as copying
+        from core.settings import Settings
+
+        made = copying.backup(Settings(), folder)
+    typer.echo(f"{folder} has the database and {made.objects} objects ({size(made.bytes)}), each verified.")
+
+
+@app.command(rich_help_panel="The service")
+def restore(folder: Folder) -> None:
+    """Make what a backup holds the data of a service that has none yet; then start it."""
+    with starting():
+        from core import backup as copying
+        from core.settings import Settings
+
+        made = copying.restore(Settings(), folder)
+    typer.echo(
+        f"The database and {made.objects} objects ({size(made.bytes)}) of {folder} are there; start the service."
+    )
+
+
+@app.command(rich_help_panel="The service")
+def retention(
+    rules: Annotated[str | None, typer.Option(help="Default: TRAINSHED_RETENTION.")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Say what would go, and leave it.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove what has been kept for long enough, as upkeep does every hour; say how much that is."""
+    with starting():
+        from core import retention as keeping
+        from core.services import Services
+        from core.settings import Settings
+
+        settings = Settings() if rules is None else Settings(retention=rules)
+        with Services(settings) as services:
+            tallies = keeping.sweep(services, settings.rules, dry_run=dry_run)
+    if as_json:
+        show_json({"dry_run": dry_run, "kinds": {kind: asdict(tally) for kind, tally in tallies.items()}})
+        return
+    rows = [{"kind": kind, "things": each.things, "objects": each.objects, "bytes": size(each.bytes)}
+            for kind, each in tallies.items()]  # fmt: skip
+    show_table(
+        rows,
+        {"would go" if dry_run else "gone": "kind", "things": "things", "objects": "objects", "bytes": "bytes"},
+        none="",
+    )
 
 
 @app.command(rich_help_panel="The service")
