@@ -1,9 +1,11 @@
 """A page of somebody else's, open in a browser of somebody who may use the service: it must get nothing done by that.
 
-There is no cookie, and so nothing that a browser would add by itself. What would change that fails here.
+A browser that signed in has a cookie, which opens what reads, for pages of ours.
 """
 
 from __future__ import annotations
+
+from http.cookies import SimpleCookie
 
 import pytest
 
@@ -20,12 +22,38 @@ def spec_paths(http) -> list[tuple[str, str]]:
 
 def test_no_answer_sets_a_cookie_or_lets_another_origin_read_it(live, http) -> None:
     for method, path in spec_paths(http):
-        if path.endswith("/stream"):
+        # To sign in, with a key, is what a cookie is for.
+        if path.endswith("/stream") or path == "/v1/visits":
             continue
         answer = http.request(method, path.replace("{", "x").replace("}", "x"), headers=ELSEWHERE)
         told = {name.lower() for name in answer.headers}
         assert "set-cookie" not in told, path
         assert not [name for name in told if name.startswith("access-control-")], path
+
+
+def test_the_cookie_of_a_browser_changes_nothing_on_any_route_and_reads_nothing_for_another_sites_page(
+    live, http
+) -> None:
+    """Generated from the document, so that a new route is among them."""
+    cookie = SimpleCookie(http.post("/v1/visits").headers["set-cookie"])["trainshed_visit"]
+    assert (cookie["httponly"], cookie["samesite"].lower()) == (True, "strict")
+    paths, http.cookies = spec_paths(http), {}
+    with live.http(None) as browser:
+        browser.headers["cookie"] = f"trainshed_visit={cookie.value}"
+        assert browser.get("/v1/jobs").status_code == 200
+        wrote = [(method, path) for method, path in paths if method not in {"GET", "HEAD"} and path != "/v1/visits"]
+        assert len(wrote) > 20
+        for method, path in wrote:
+            for headers in ({}, ELSEWHERE, {"sec-fetch-site": "same-origin"}):
+                answer = browser.request(method, path.replace("{", "x").replace("}", "x"), headers=headers, json={})
+                assert answer.status_code == 401, (method, path, headers)
+        read = [path for method, path in paths if method == "GET" and path.startswith("/v1/")]
+        assert len(read) > 20
+        for path in read:
+            answer = browser.get(path.replace("{", "x").replace("}", "x"), headers=ELSEWHERE)
+            assert answer.status_code == 401, path
+        assert browser.delete("/v1/visits", headers=ELSEWHERE).status_code == 401
+        assert browser.get("/v1/jobs").status_code == 200, "nobody signed it out"
 
 
 def test_a_browser_that_asks_first_is_not_told_to_go_on(http) -> None:
