@@ -103,10 +103,11 @@ def frame(setting: Setting, stage: Stage, operations: Collection[Operation]) -> 
     # The first layer's attention saves nothing where neither its input nor an adapter in it learns.
     adapted = set(lora.targets_in(shape)) if lora is not None else set()
     reached = lora is None or stage.layers != range(1)
-    holds = not {"layer", "attention_core"}.isdisjoint(operations)
+    attends = reached or not adapted.isdisjoint({"q", "k", "v"})
+    holds = "layer" in operations or (attends and "attention_core" in operations)
     turned = holds or reached or not adapted.isdisjoint({"q", "k"})
     # What makes whole scores keeps what became of them instead.
-    masked = holds or ((reached or not adapted.isdisjoint({"q", "k", "v"})) and not shape.attention_dropout)
+    masked = holds or (attends and not shape.attention_dropout)
     return turned * angles(setting) + masked * masks(setting)
 
 
