@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from core.db import Database
+from core.db import Database, follow
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -88,10 +88,10 @@ def read(db: Database) -> Session:
 def write(db: Database) -> Session:
     """A transaction that may write, committed before the answer is sent, or rolled back by what is raised."""
     trip = _own()
+    session = trip.enter_context(db.session())
     if trip.reading is not None:
-        # A connection is not held while another is waited for.
-        trip.reading.rollback()
-    return trip.enter_context(db.session())
+        follow(session, trip.reading)
+    return session
 
 
 def _own() -> Trip:

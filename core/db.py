@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
-from sqlalchemy import Connection, CursorResult, Engine, Executable, create_engine, event, func, select
+from sqlalchemy import Connection, CursorResult, Engine, Executable, Insert, create_engine, event, func, insert, select
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Session, make_transient_to_detached, sessionmaker
 from sqlalchemy.pool import ConnectionPoolEntry
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
 SCHEDULING = "scheduler"
 """Name of the `lock` of whoever locks jobs of all projects, in whatever order."""
 _AFTER_COMMIT = "after_commit"
+_BEFORE = "before"
+Row = TypeVar("Row", bound=DeclarativeBase)
 
 
 class Database:
@@ -38,6 +41,7 @@ class Database:
         self._hints = hints
         self._writing = sessionmaker(self.engine, expire_on_commit=False)
         self._reading = sessionmaker(self.engine.execution_options(reading=True), expire_on_commit=False)
+        event.listen(self._writing, "after_begin", _end_the_one_before)
 
     @contextmanager
     def session(self) -> Iterator[Session]:
@@ -70,6 +74,31 @@ class Database:
 def after_commit(session: Session, follow: Callable[[], None], *, key: object = None) -> None:
     """Do `follow` once this session has committed, and not at all if it doesn't; once for all with the same `key`."""
     session.info.setdefault(_AFTER_COMMIT, {})[object() if key is None else key] = follow
+
+
+def follow(session: Session, before: Session) -> None:
+    """Let `before` end as `session` begins, so that neither keeps a connection that only the other works with."""
+    session.info[_BEFORE] = before
+
+
+def _end_the_one_before(session: Session, *_: object) -> None:
+    if (before := session.info.pop(_BEFORE, None)) is not None:
+        before.rollback()
+
+
+def inserted(session: Session, kind: type[Row], values: Mapping[str, Any]) -> Row:
+    """A new row, written at once; what `values` leave to the database comes back from there, and nothing else does."""
+    rest = directly(session, _insertion(kind, frozenset(values)), values).one()
+    row = kind(**values, **rest._mapping)
+    # From here on as if it had been read.
+    make_transient_to_detached(row)
+    session.add(row)
+    return row
+
+
+@lru_cache(maxsize=64)
+def _insertion(kind: type[Any], given: frozenset[str]) -> Insert:
+    return insert(kind).returning(*(column for column in kind.__table__.c if column.name not in given))
 
 
 def directly(session: Session, statement: Executable, values: Mapping[str, Any] | None = None) -> CursorResult[Any]:

@@ -14,7 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from core import audit, catalog, files, hints, history, nodes, outbox, paging, projects, quotas, tries
-from core.db import SCHEDULING, directly, lock
+from core.db import SCHEDULING, directly, inserted, lock
 from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound
 from core.failures import failure
 from core.files import FileFacts
@@ -96,20 +96,16 @@ def create(
     try:
         # Only a key can collide, and what it collided with is still to be read then.
         with session.begin_nested() if this.idempotency_key else nullcontext():
-            directly(session, _NEW, values)
+            job = inserted(session, Job, values)
     except IntegrityError:
         # Two requests with one key at once: the other was first.
         if this.idempotency_key and (earlier := tries.made_before(session, owner, this)):
             return earlier
         raise
-    job = session.get_one(Job, job_id)
     _tell(session, job, "queued")
     audit.record(session, owner, "job.created", job_id, name=spec.name, kind=spec.kind)
     hints.nudge(session)
     return job
-
-
-_NEW = insert(Job)
 
 
 @dataclass(frozen=True)

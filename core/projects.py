@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from core import audit, hints, paging
+from core.db import directly
 from core.errors import Forbidden, InvalidMove, InvalidRequest, NotFound
 from core.models import Project, database_now, new_id
 from core.paging import Page
@@ -48,17 +50,35 @@ def page(
     return paging.by_age(session, query, Project.created_at, Project.id, after=after, limit=limit, where=where)
 
 
-def active(session: Session, owner: Account, project_id: str) -> Project:
-    """`get`, and it stays unarchived until the commit."""
-    project = _one(session, owner, project_id, lock="share")
-    if project.archived_at is not None:
+@dataclass(frozen=True)
+class Limits:
+    """What a project may use; None: as much as it likes."""
+
+    id: str
+    gpu_hours: float | None
+    storage_bytes: int | None
+
+
+def active(session: Session, owner: Account, project_id: str) -> Limits:
+    """A project that `get` gives, as far as what is new in it is concerned. It stays unarchived until the commit."""
+    found = directly(session, _SHARED, {"project": project_id}).one_or_none() if _may_see(owner, project_id) else None
+    if found is None:
+        raise _missing(project_id)
+    if found.archived_at is not None:
         raise InvalidRequest(f"Project {project_id} is archived; nothing new can be made in it.", param="project")
-    return project
+    return Limits(project_id, found.gpu_hours, found.storage_bytes)
+
+
+_SHARED = (
+    select(Project.archived_at, Project.gpu_hours, Project.storage_bytes)
+    .where(Project.id == bindparam("project"))
+    .with_for_update(read=True)
+)
 
 
 def change(session: Session, owner: Account, project_id: str, wished: Mapping[str, Any]) -> Project:
     """Change its name, quotas or settings; for who manages the organisation."""
-    project = _one(session, owner, project_id, lock="update")
+    project = _one(session, owner, project_id, to_change=True)
     require_organization(owner)
     changed = {field: value for field, value in wished.items() if getattr(project, field) != value}
     if changed:
@@ -73,7 +93,7 @@ def change(session: Session, owner: Account, project_id: str, wished: Mapping[st
 
 def archive(session: Session, owner: Account, project_id: str) -> Project:
     """Close a project for good: its keys open nothing from the commit on. Archiving twice changes nothing."""
-    project = _one(session, owner, project_id, lock="update")
+    project = _one(session, owner, project_id, to_change=True)
     require_organization(owner)
     if project.id == DEFAULT_PROJECT:
         raise InvalidMove("The first project can't be archived: its admin keys manage the organisation.")
@@ -84,20 +104,24 @@ def archive(session: Session, owner: Account, project_id: str) -> Project:
     return project
 
 
-def _one(session: Session, owner: Account, project_id: str, *, lock: str | None = None) -> Project:
-    # In words that are the same for a project that isn't there and for one that isn't theirs.
-    is_theirs = project_id == owner.project_id or owner.manages_organization
-    project = session.scalars(_ONE[lock], {"project": project_id}).one_or_none() if is_theirs else None
+def _one(session: Session, owner: Account, project_id: str, *, to_change: bool = False) -> Project:
+    query = select(Project).where(Project.id == project_id)
+    if to_change:
+        # Whatever refers to a project may go on meanwhile.
+        query = query.with_for_update(key_share=True).execution_options(populate_existing=True)
+    project = session.scalars(query).one_or_none() if _may_see(owner, project_id) else None
     if project is None:
-        raise NotFound(f"There is no project {project_id!r}.", param="project")
+        raise _missing(project_id)
     return project
 
 
-_BY_ID = select(Project).where(Project.id == bindparam("project"))
-_ANEW = _BY_ID.execution_options(populate_existing=True)
-# Whatever refers to a project may go on meanwhile.
-_ONE = {None: _BY_ID, "share": _ANEW.with_for_update(read=True), "update": _ANEW.with_for_update(key_share=True)}
-"""By the lock that is taken."""
+def _may_see(owner: Account, project_id: str) -> bool:
+    return project_id == owner.project_id or owner.manages_organization
+
+
+def _missing(project_id: str) -> NotFound:
+    """In words that are the same for a project that isn't there and for one that isn't theirs."""
+    return NotFound(f"There is no project {project_id!r}.", param="project")
 
 
 def require_organization(owner: Account) -> None:

@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 from core.db import Database
 from core.errors import QuotaExceeded
 from core.models import Artifact, Checkpoint, File, Holding, Job, Project, Upload, UploadPart, database_now
+from core.projects import Limits
 from core.states import HELD
 
 NAMES = ("gpu_hours", "concurrent_jobs", "storage_bytes")
@@ -82,7 +83,7 @@ def storage_bytes(session: Session, project_ids: Collection[str]) -> dict[str, i
     return totals
 
 
-def require_room_for_jobs(session: Session, project: Project) -> None:
+def require_room_for_jobs(session: Session, project: Limits) -> None:
     """Raise QuotaExceeded where a job could do no more than wait, or nothing that it makes would fit."""
     if project.gpu_hours is not None and (used := gpu_hours(session, [project.id]).get(project.id, 0.0)) >= (
         project.gpu_hours

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, get_args
 
 from engine.config import Lora, ModelShape, Operation, Parallel, Recompute, RunConfig
@@ -62,7 +63,7 @@ class Memory:
     replayed: frozenset[Operation] = field(default_factory=frozenset)
     """The operations that it runs again in backward."""
 
-    @property
+    @cached_property
     def peak(self) -> Phase:
         """The phase in which it needs most; the first of equals."""
         return max(self.phases, key=self.of_phase)
