@@ -12,7 +12,7 @@ from datetime import timedelta
 from math import inf
 from typing import Any
 
-from sqlalchemy import Float, String, bindparam, delete, func, or_, select, tuple_, update
+from sqlalchemy import Float, String, bindparam, case, delete, func, or_, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -204,11 +204,9 @@ def prospect(session: Session, job: Job) -> Prospect | None:
     """A queued job's place in line; None when it isn't queued."""
     if job.state is not JobState.QUEUED:
         return None
-    if seen := directly(session, _SEEN, {"job": job.id}).one_or_none():
-        return Prospect(1 + seen.ahead, job.queue_reason, seen.estimated_start)
-    # The scheduler has not looked at it yet.
-    here = {"priority": job.priority, "created_at": job.created_at, "id": job.id}
-    return Prospect(1 + (directly(session, _AHEAD, here).scalar() or 0), job.queue_reason)
+    here = {"id": job.id, "priority": job.priority, "created_at": job.created_at}
+    place = directly(session, _PLACE, here).one()
+    return Prospect(1 + place.ahead, job.queue_reason, place.estimated_start)
 
 
 def position(session: Session, job: Job) -> int | None:
@@ -219,23 +217,26 @@ def position(session: Session, job: Job) -> int | None:
 
 _COUNT = select(func.count()).where(Job.state == JobState.QUEUED)
 # Two counts, each along a stretch of the index of the line.
-_AHEAD = select(
+_AHEAD = (
     _COUNT.where(Job.priority > bindparam("priority")).scalar_subquery()
     + _COUNT.where(
         Job.priority == bindparam("priority"),
         tuple_(Job.created_at, Job.id) < tuple_(bindparam("created_at", type_=Float), bindparam("id", type_=String)),
     ).scalar_subquery()
 )
+_NUMBER = select(QueuePlace.number).where(QueuePlace.job_id == bindparam("id")).scalar_subquery()
 _BEFORE = QueuePlace.__table__.alias()
-_SEEN = select(
-    QueuePlace.estimated_start,
-    select(func.count())
-    .select_from(_BEFORE)
-    .where(_BEFORE.c.number < QueuePlace.number)
-    .correlate(QueuePlace)
+_PLACE = select(
+    case(
+        (_NUMBER.is_not(None), select(func.count()).where(_BEFORE.c.number < _NUMBER).scalar_subquery()),
+        # The scheduler has not looked at it yet.
+        else_=_AHEAD,
+    ).label("ahead"),
+    select(QueuePlace.estimated_start)
+    .where(QueuePlace.job_id == bindparam("id"))
     .scalar_subquery()
-    .label("ahead"),
-).where(QueuePlace.job_id == bindparam("job"))
+    .label("estimated_start"),
+)
 
 
 def foresee(
