@@ -9,17 +9,29 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Select, TableValuedAlias, bindparam, delete, func, insert, null, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Select,
+    bindparam,
+    delete,
+    func,
+    insert,
+    literal_column,
+    null,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from core import audit, catalog, files, hints, history, nodes, outbox, paging, projects, quotas, tries
+from core import audit, catalog, files, hints, history, labelling, nodes, outbox, paging, projects, quotas, tries
 from core.db import SCHEDULING, directly, inserted, lock
 from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound
 from core.failures import failure
 from core.files import FileFacts
 from core.keys import Account
-from core.models import Holding, Job, JobEvent, Node, Project, QueuePlace, Slot, database_now, new_id
+from core.models import Holding, Job, JobEvent, JobLabel, Node, Project, QueuePlace, Slot, database_now, new_id
 from core.paging import Page
 from core.resolve import BaseFacts, Resolution, resolve
 from core.settings import Settings
@@ -102,6 +114,7 @@ def create(
         if this.idempotency_key and (earlier := tries.made_before(session, owner, this)):
             return earlier
         raise
+    labelling.add(session, job)
     _tell(session, job, "queued")
     audit.record(session, owner, "job.created", job_id, name=spec.name, kind=spec.kind)
     hints.nudge(session)
@@ -177,31 +190,29 @@ def page(
 
     `from_base`: only those that start from a model.
     """
-    query = select(Job).where(Job.project_id == owner.project_id)
-    wanted = [_has_label(session, name, value) for name, value in (labels or {}).items()]
-    if states:
-        wanted.append(Job.state.in_(states))
+    own = select(Job).where(Job.project_id == owner.project_id)
+    query, created_at, id_ = own, Job.created_at, Job.id
+    if labels:
+        query, created_at, id_ = labelling.having(owner.project_id, labels), JobLabel.created_at, JobLabel.job_id
+    wanted: list[ColumnElement[bool]] = []
     if name is not None:
         wanted.append(Job.name == name)
     if kind is not None:
         wanted.append(Job.kind == kind)
     if unlabelled:
-        wanted.append(~select(_labels(session).c.key).correlate(Job).exists())
+        wanted.append(_UNLABELLED)
     if from_base:
         wanted.append(Job.base_model.is_not(None))
-    return paging.by_age(session, query, Job.created_at, Job.id, after=after, limit=limit, where=wanted)
+    of_states = [Job.state == state for state in sorted(set(states))]
+    if labels or name is not None:
+        # Few enough that it does not matter how many of them are in these states.
+        wanted, of_states = [*wanted, or_(*of_states)] if of_states else wanted, []
+    mark = paging.mark(session, own, Job.created_at, Job.id, after=after)
+    return paging.beyond(session, query, created_at, id_, mark=mark, limit=limit, where=wanted, either=of_states)
 
 
-def _has_label(session: Session, name: str, value: str) -> ColumnElement[bool]:
-    # By comparison, not by path: SQLite has no way to write some names in a JSON path.
-    pairs = _labels(session)
-    return select(pairs.c.key).where(pairs.c.key == name, pairs.c.value == value).correlate(Job).exists()
-
-
-def _labels(session: Session) -> TableValuedAlias:
-    """A job's labels as rows of `key` and `value`."""
-    each = func.jsonb_each_text if session.get_bind().dialect.name == "postgresql" else func.json_each
-    return each(Job.labels).table_valued("key", "value")
+# In the words of its index: a value beside the statement is not known to be the index's.
+_UNLABELLED: ColumnElement[bool] = literal_column("jobs.labels = '{}'")
 
 
 def owned(session: Session, owner: Account, job_ids: Collection[str]) -> set[str]:
@@ -332,6 +343,8 @@ def change(session: Session, owner: Account, job_id: str, wish: JobChange) -> Jo
         message="; ".join(f"{field} is now {json.dumps(wished[field], ensure_ascii=False)}" for field in before),
         data={field: {"from": was, "to": wished[field]} for field, was in before.items()},
     )
+    if "labels" in before:
+        labelling.write(session, job)
     audit.record(session, owner, "job.changed", job_id, **{field: wished[field] for field in before})
     session.flush()
     hints.ring(session, job_id)

@@ -224,6 +224,10 @@ class Job(Base):
         Index("jobs_by_project", "project_id", "created_at", "id"),
         Index("jobs_by_project_and_state", "project_id", "state", "created_at", "id"),
         Index("jobs_by_project_and_kind", "project_id", "kind", "created_at", "id"),
+        Index("jobs_by_project_state_and_kind", "project_id", "state", "kind", "created_at", "id"),
+        Index("jobs_by_project_and_name", "project_id", "name", "created_at", "id", **_where("name IS NOT NULL")),
+        Index("jobs_without_labels", "project_id", "created_at", "id", **_where("labels = '{}'")),
+        Index("jobs_from_a_base", "project_id", "created_at", "id", **_where("base_model IS NOT NULL")),
         Index("jobs_in_line", "state", "priority", "created_at", "id"),
         UniqueConstraint("project_id", "idempotency_key"),
     )
@@ -286,6 +290,20 @@ class Job(Base):
     created_at: Mapped[float] = mapped_column(default=database_now())
     started_at: Mapped[float | None]
     finished_at: Mapped[float | None]
+
+
+class JobLabel(Base):
+    """One label of a job, as its column has it too, in an order in which jobs are found by it."""
+
+    __tablename__ = "job_labels"
+    __table_args__ = (Index("job_labels_by_project", "project_id", "name", "value", "created_at", "job_id"),)
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    value: Mapped[str] = mapped_column(String(512))
+    project_id: Mapped[str] = mapped_column(Id)
+    """The job's, as is the next."""
+    created_at: Mapped[float]
 
 
 class JobEvent(Base):

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from core import nodes, webhooks
+from core import labelling, nodes, webhooks
 from core.keys import DEFAULT_PROJECT
 from core.models import (
     Checkpoint,
@@ -137,6 +137,7 @@ def job(session: Session, *, state: JobState = JobState.QUEUED, **columns: Any) 
     row = Job(state=state, **values | columns)
     session.add(row)
     session.flush()
+    labelling.add(session, row)
     session.add(JobEvent(job_id=row.id, seq=1, attempt=0, type="state", message="queued", data={"state": "queued"}))
     if is_held:
         _take_slots(session, row)

@@ -32,8 +32,9 @@ from sqlalchemy import (
     text,
 )
 
-from core import metrics, outbox, schema
+from core import jobs, metrics, outbox, schema
 from core.db import Database, open_engine
+from core.keys import Account
 from core.models import Base, Metric, MetricChunk, Model, database_now
 from core.points import POINTS
 from core.states import JobState
@@ -42,6 +43,8 @@ from tests.conftest import _administer
 
 BEFORE_CHUNKS = "0006"
 """The revision before points were packed."""
+BEFORE_LABELS = "0015"
+"""The one before labels had rows of their own."""
 
 
 @pytest.fixture
@@ -209,6 +212,21 @@ def test_points_are_packed_by_the_migration_and_are_rows_again_when_it_is_taken_
         rows = session.execute(select(Metric.step, Metric.value).where(Metric.name == "loss").order_by(Metric.step))
         assert [tuple(row) for row in rows] == values["loss"]
     schema.upgrade(database_url)
+
+
+def test_jobs_that_were_there_are_found_by_their_labels_after_the_migration(
+    database: Database, database_url: str, owner: Account
+) -> None:
+    labels = {"team": "röd", "run": "1", "": ""}
+    with database.session() as session:
+        found = make.job(session, labels=labels).id
+        make.job(session, labels={"team": "blue"})
+        bare = make.job(session).id
+    schema.downgrade(database_url, BEFORE_LABELS)
+    schema.upgrade(database_url)
+    with database.reading() as session:
+        assert [job.id for job in jobs.page(session, owner, labels=labels).data] == [found]
+        assert [job.id for job in jobs.page(session, owner, unlabelled=True).data] == [bare]
 
 
 def test_an_empty_database_is_not_current_until_it_is_migrated(empty_url: str) -> None:
