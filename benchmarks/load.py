@@ -1,0 +1,377 @@
+"""Many at once on a real `trainshed serve`: submits at a steady rate, listeners, and running jobs; is anything lost?
+
+`python -m benchmarks.load` sends 50 submits a second for a minute, with 200 listeners of 20 running tiny jobs. With
+`--minutes 60` it goes on gently instead, and says whether memory, descriptors, threads and rows stay flat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import quantiles
+from threading import Event, Thread
+from time import monotonic, perf_counter
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+
+from benchmarks import growth
+from benchmarks.growth import Sample
+from benchmarks.train_speed import RESULTS, ROOT, machine
+
+KEY = "the-key-of-the-load-and-of-nothing-else"
+CONNECTIONS = 16
+PATIENCE_SECONDS = 600.0
+"""For what takes long when twenty trainers start on two cores."""
+FOREVER = 100_000_000
+SPEC: dict[str, Any] = {
+    "kind": "pretrain",
+    "model": {
+        "architecture": "llama", "num_layers": 1, "hidden_size": 16, "num_heads": 2, "ffn_hidden_size": 32,
+        "max_seq_len": 64,
+    },
+    "tokenizer": {"type": "bytes"},
+    "parallel": {"data": 1},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of everything."""
+
+    submits: float = 50.0
+    """A second."""
+    seconds: float = 60.0
+    readers: int = 200
+    jobs: int = 20
+    """That run, and are listened to."""
+    gently: bool = False
+    """Each submit is cancelled again, and jobs end and are followed by others, so that nothing piles up."""
+
+
+@dataclass
+class Found:
+    """What came of it."""
+
+    accepted: list[str] = field(default_factory=list)
+    answers: Counter[str] = field(default_factory=Counter)
+    latencies: list[float] = field(default_factory=list)
+    """Seconds from when a submit was due, be it sent late or not, to its answer."""
+    lost_jobs: int = 0
+    lost_events: int = 0
+    heard: int = 0
+    """Events, over all listeners."""
+    reconnects: int = 0
+    unfinished: int = 0
+    """Listeners that heard no end."""
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return not (self.lost_jobs or self.lost_events or self.unfinished or set(self.answers) - {"201"})
+
+
+# The service
+
+
+class Service:
+    """A `trainshed serve` of its own."""
+
+    def __init__(self, folder: Path, slots: int) -> None:
+        self.data_dir = folder / "shed"
+        foreign = ("TRAINSHED_", "DATABASE_URL", "REDIS_URL", "STORAGE_URL")
+        settings = {
+            "TRAINSHED_ADMIN_KEY": KEY, "TRAINSHED_SLOTS": str(slots), "TRAINSHED_REQUESTS_PER_MINUTE": "0",
+            "TRAINSHED_LOG_LEVEL": "WARNING", "TRAINSHED_LEASE_SECONDS": "60", "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "api.cli", "serve", "--data-dir", str(self.data_dir), "--port", "0"],
+            env={name: value for name, value in os.environ.items() if not name.startswith(foreign)} | settings,
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        said = ""
+        while (match := re.search(r"at http://127\.0\.0\.1:(\d+) ", said)) is None:
+            line = self.process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"the service did not start: {said}")
+            said += line
+        self.port = int(match[1])
+        # It goes on talking, and must not wait for a reader.
+        Thread(target=self.process.stdout.read, daemon=True).start()
+
+    @property
+    def database(self) -> Path:
+        return self.data_dir / "trainshed.db"
+
+    def client(self) -> httpx.Client:
+        headers = {"authorization": f"Bearer {KEY}"}
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", headers=headers, timeout=120)
+
+    def rows(self) -> set[str]:
+        """The ids of all jobs."""
+        with closing(sqlite3.connect(f"file:{self.database}?mode=ro", uri=True, timeout=30)) as connection:
+            return {id_ for (id_,) in connection.execute("SELECT id FROM jobs")}
+
+
+@contextmanager
+def running(folder: Path, slots: int) -> Iterator[Service]:
+    service = Service(folder, slots)
+    try:
+        yield service
+    finally:
+        # The second waits for no run to be saved.
+        for seconds in (5, 90):
+            with suppress(ProcessLookupError):
+                service.process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                service.process.wait(seconds)
+                break
+        else:
+            service.process.kill()
+            service.process.wait()
+
+
+# Connections
+
+
+@asynccontextmanager
+async def connection(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+def request(method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    told = {"host": "load", "authorization": f"Bearer {KEY}", "content-length": str(len(body)), **headers}
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in told.items())]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sent: bytes) -> tuple[str, bytes]:
+    """Status and body of an answer."""
+    writer.write(sent)
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+    return head.split()[1].decode(), await reader.readexactly(length)
+
+
+async def submit(service: Service, plan: Plan, body: bytes, found: Found) -> None:
+    """Submits, each when it is due whatever becomes of the others, over a few connections."""
+    due: asyncio.Queue[float | None] = asyncio.Queue()
+
+    async def send() -> None:
+        at: float | None = await due.get()
+        while at is not None:
+            async with connection(service.port) as (reader, writer):
+                while at is not None:
+                    status, said = await asked(reader, writer, request("POST", "/v1/jobs", body, JSON))
+                    found.latencies.append(perf_counter() - at)
+                    found.answers[status] += 1
+                    if status == "201":
+                        found.accepted.append(json.loads(said)["id"])
+                        if plan.gently:
+                            await asked(reader, writer, request("POST", f"/v1/jobs/{found.accepted[-1]}/cancel"))
+                    at = await due.get()
+                    if plan.gently:
+                        # The server closes what rests for seconds.
+                        break
+
+    senders = [asyncio.create_task(send()) for _ in range(CONNECTIONS)]
+    started = perf_counter()
+    for number in range(round(plan.submits * plan.seconds)):
+        at = started + number / plan.submits
+        await asyncio.sleep(max(0.0, at - perf_counter()))
+        due.put_nowait(at)
+    for _ in senders:
+        due.put_nowait(None)
+    await asyncio.gather(*senders)
+
+
+JSON = {"content-type": "application/json"}
+
+
+async def listen(service: Service, job_id: str, found: Found, *, until: float) -> None:
+    """Hear a job to its end, and compare what was heard with what there was."""
+    seqs: list[int] = []
+    end: int | None = None
+    while end is None and monotonic() < until:
+        async with connection(service.port) as (reader, writer):
+            last = str(seqs[-1] if seqs else 0)
+            writer.write(
+                request("GET", f"/v1/jobs/{job_id}/stream", headers={"last-event-id": last, "connection": "close"})
+            )
+            with suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+                await reader.readuntil(b"\r\n\r\n")
+                while end is None:
+                    line = await asyncio.wait_for(reader.readuntil(b"\n"), max(1.0, until - monotonic()))
+                    if line.startswith(b"id: "):
+                        number = line[4:].strip()
+                        if number.endswith(b"-done"):
+                            end = int(number.removesuffix(b"-done"))
+                        else:
+                            seqs.append(int(number))
+        if end is None:
+            found.reconnects += 1
+    found.heard += len(seqs)
+    if end is None:
+        found.unfinished += 1
+    elif seqs != list(range(1, end + 1)):
+        found.lost_events += abs(end - len(seqs)) or sum(a != b for a, b in enumerate(seqs, 1))
+
+
+async def watch(service: Service, found: Found, *, every: float) -> None:
+    while True:
+        sample = await asyncio.to_thread(
+            lambda: growth.processes(service.process.pid) | growth.tables(service.database)
+        )
+        found.samples.append(sample)
+        await asyncio.sleep(every)
+
+
+# The whole
+
+
+def load(plan: Plan) -> Found:
+    found = Found()
+    with tempfile.TemporaryDirectory(prefix="load-") as folder, running(Path(folder), plan.jobs) as service:
+        with service.client() as client:
+            until_true(lambda: client.get("/readyz").status_code == 200)
+            text = {"file": ("text.txt", b"to be or not to be, that is the question\n" * 50)}
+            file = client.post("/v1/files", data={"purpose": "pretrain"}, files=text).raise_for_status().json()["id"]
+            spec = SPEC | {"data": {"train": [file], "seq_len": 32}}
+            if plan.gently:
+                asyncio.run(gentle(service, plan, spec, found))
+                ours: set[str] = set()
+            else:
+                ours = asyncio.run(hard(service, client, plan, spec, found))
+        found.lost_jobs = len((set(found.accepted) | ours) - service.rows())
+    return found
+
+
+def training(steps: int) -> dict[str, Any]:
+    return {"training": {"steps": steps, "global_batch": 1, "precision": "fp32", "checkpoint_every": FOREVER}}
+
+
+async def hard(
+    service: Service, client: httpx.Client, plan: Plan, spec: dict[str, Any], found: Found
+) -> set[str]:  # fmt: skip
+    def start() -> list[str]:
+        ids = [
+            client.post("/v1/jobs", json=spec | training(FOREVER)).raise_for_status().json()["id"]
+            for _ in range(plan.jobs)
+        ]
+        until_true(lambda: all(client.get(f"/v1/jobs/{id_}").json()["state"] == "running" for id_ in ids))
+        return ids
+
+    ids = await asyncio.to_thread(start)
+    until = monotonic() + plan.seconds + PATIENCE_SECONDS
+    watching = asyncio.create_task(watch(service, found, every=1.0))
+    listeners = [
+        asyncio.create_task(listen(service, ids[number % len(ids)], found, until=until))
+        for number in range(plan.readers)
+    ]
+    body = json.dumps(spec | training(1)).encode()
+    await submit(service, plan, body, found)
+
+    def end() -> None:
+        for id_ in ids:
+            client.post(f"/v1/jobs/{id_}/cancel").raise_for_status()
+
+    await asyncio.to_thread(end)
+    await asyncio.gather(*listeners)
+    watching.cancel()
+    return set(ids)
+
+
+async def gentle(service: Service, plan: Plan, spec: dict[str, Any], found: Found) -> None:
+    """Jobs one after another, each heard by its share of the listeners to its end, and submits that are taken back."""
+    until = monotonic() + plan.seconds
+    watching = asyncio.create_task(watch(service, found, every=max(1.0, plan.seconds / 360)))
+
+    async def one_after_another() -> None:
+        body = json.dumps(spec | {"priority": 100} | training(50)).encode()
+        while monotonic() < until:
+            async with connection(service.port) as (reader, writer):
+                status, said = await asked(reader, writer, request("POST", "/v1/jobs", body, JSON))
+            found.answers[status] += 1
+            id_ = json.loads(said)["id"]
+            found.accepted.append(id_)
+            each = max(1, plan.readers // plan.jobs)
+            limit = monotonic() + PATIENCE_SECONDS
+            await asyncio.gather(*(listen(service, id_, found, until=limit) for _ in range(each)))
+
+    body = json.dumps(spec | training(1)).encode()
+    await asyncio.gather(submit(service, plan, body, found), *(one_after_another() for _ in range(plan.jobs)))
+    watching.cancel()
+
+
+def until_true(claim: Callable[[], bool]) -> None:
+    deadline, pause = monotonic() + PATIENCE_SECONDS, Event()
+    while not claim():
+        if monotonic() > deadline:
+            raise TimeoutError(f"not within {PATIENCE_SECONDS:g} s")
+        pause.wait(0.5)
+
+
+def report(plan: Plan, found: Found) -> str:
+    """In Markdown."""
+    cuts = quantiles(found.latencies, n=100) if len(found.latencies) > 1 else [0.0] * 99
+    peak = max((sample.get("api MiB", 0.0) for sample in found.samples), default=0.0)
+    lines = [
+        f"- {len(found.latencies):,} submits at {plan.submits:g} a second: {dict(found.answers)}; "
+        f"p50 {1e3 * cuts[49]:.0f} ms, p99 {1e3 * cuts[98]:.0f} ms, from when each was due",
+        f"- accepted jobs without a row: {found.lost_jobs}",
+        f"- {plan.readers} listeners heard {found.heard:,} events; missing or twice: {found.lost_events}; "
+        f"heard no end: {found.unfinished}; came back: {found.reconnects}",
+        f"- memory of the API: {peak:.0f} MiB at most",
+        f"- {'nothing was lost' if found.is_whole else '**something was lost, or refused**'}",
+    ]
+    # Of a queue that fills there is no use in asking whether it grows.
+    return "\n".join(lines + (["", growth.table(growth.judged(found.samples))] if plan.gently else []))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--submits", type=float, help="a second; default 50, with --minutes 1")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for how long")
+    parser.add_argument("--readers", type=int, help="listeners; default 200, with --minutes 20")
+    parser.add_argument("--jobs", type=int, help="that run at once; default 20, with --minutes 2")
+    parser.add_argument("--minutes", type=float, help="a soak of so long; is everything flat?")
+    parser.add_argument("--out", type=Path, default=RESULTS / "load.json", help="file to write")
+    asked_ = parser.parse_args()
+    gently = asked_.minutes is not None
+    rate, readers, jobs = (1.0, 20, 2) if gently else (50.0, 200, 20)
+    plan = Plan(
+        submits=asked_.submits or rate, seconds=60 * asked_.minutes if gently else asked_.seconds,
+        readers=asked_.readers or readers, jobs=asked_.jobs or jobs, gently=gently,
+    )  # fmt: skip
+    found = load(plan)
+    print(report(plan, found))  # noqa: T201
+    measured = vars(found) | {"accepted": len(found.accepted), "plan": asdict(plan), "machine": machine()}
+    asked_.out.write_text(json.dumps(measured, indent=1) + "\n")
+    grows = gently and not all(each.is_flat for each in growth.judged(found.samples))
+    return 0 if found.is_whole and not grows else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""What the benchmark of load counts as lost, and as flat; and that a small one loses nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmarks import growth, load
+from benchmarks.load import Found, Plan
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning", "end", "is_flat"),
+    [
+        ("api MiB", 200.0, 217.0, True),
+        ("api MiB", 200.0, 219.0, False),
+        ("api fds", 100.0, 113.0, True),
+        ("api fds", 100.0, 114.0, False),
+        ("api threads", 40.0, 44.0, True),
+        ("api threads", 40.0, 45.0, False),
+        ("uploads rows", 0.0, 20.0, True),
+        ("uploads rows", 0.0, 21.0, False),
+        ("job_events rows a job", 10.0, 12.0, True),
+        ("job_events rows a job", 10.0, 12.1, False),
+        ("api MiB", 300.0, 100.0, True),
+    ],
+)
+def test_a_number_is_flat_that_ends_little_above_where_it_was(
+    name: str, beginning: float, end: float, is_flat: bool
+) -> None:
+    assert growth.judge(name, beginning, end).is_flat is is_flat
+
+
+def test_the_first_quarter_is_for_warming_up() -> None:
+    samples = [{"api MiB": size} for size in (10.0, 900.0, 100.0, 102.0, 101.0, 103.0, 104.0, 102.0)]
+    (judged,) = growth.judged(samples)
+    assert (judged.beginning, judged.end, judged.is_flat) == (101.0, 103.0, True)
+    assert growth.judged(samples[:3]) == []
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        Found(lost_jobs=1), Found(lost_events=1), Found(unfinished=1), Found(answers=Counter({"201": 9, "503": 1})),
+    ],
+)  # fmt: skip
+def test_whatever_is_lost_or_refused_is_told(found: Found) -> None:
+    assert not found.is_whole
+    assert "something was lost" in load.report(Plan(), found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gently", [False, True])
+def test_a_small_load_loses_nothing(gently: bool) -> None:
+    found = load.load(Plan(submits=5, seconds=10, readers=20, jobs=2, gently=gently))
+    assert found.is_whole, load.report(Plan(), found)
+    assert len(found.accepted) >= 50
+    assert found.heard > 0
+    assert found.samples[-1]["api MiB"] > 10
