@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from engine.comm import TensorAxis, start_gather_tokens, start_sum_parts
 from engine.dropout import Draw
 from engine.landing import landing_of
+from engine.outer import outer_sums
 from engine.placement import Placement, empty_local, place, placement_of, shard
 
 
@@ -151,10 +152,10 @@ class _Columns(torch.autograd.Function):
         grads_ED: list[Tensor | None] = [None] * len(weights_ED)
         if gathering is not None:
             x_ND = gathering.wait().flatten(0, -2)
-            grads_ED = [
-                grad_BTE.flatten(0, -2).t() @ x_ND if needed else None
-                for grad_BTE, needed in zip(grads_BTE, ctx.needs_input_grad[2:], strict=True)
-            ]
+            learning = [number for number, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+            found = outer_sums([grads_BTE[number].flatten(0, -2) for number in learning], x_ND)
+            for number, grad_ED in zip(learning, found, strict=True):
+                grads_ED[number] = grad_ED
         return (None if summing is None else summing.wait(), None, *grads_ED)
 
 
@@ -175,7 +176,7 @@ class _Row(torch.autograd.Function):
         grad_x = grad_BTD @ weight_DF if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.learns:
-            grad_weight = grad_BTD.flatten(0, -2).t() @ inputs[0].flatten(0, -2)
+            (grad_weight,) = outer_sums([grad_BTD.flatten(0, -2)], inputs[0].flatten(0, -2))
         return grad_x, grad_weight, None
 
 
