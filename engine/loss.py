@@ -255,30 +255,24 @@ def _to_gradient(
     # Alone on a CPU, a few tokens at a time stay in the cache; otherwise the fewest exchanges and launches win.
     block = len(logits_NV) if axis.group is not None else rows_in_cache(logits_NV)
     wide_NV = torch.empty(block, logits_NV.shape[1], dtype=torch.float32, device=logits_NV.device)
-    losses, firsts = [], []
-    pieces = (logits_NV, label_N, weight_N)
-    for logits_KV, label_K, weight_K in zip(*(torch.split(piece, block) for piece in pieces), strict=True):
+    local_N = label_N - placement.start
+    here_N = (local_N >= 0) & (local_N < placement.length)
+    index_N1 = local_N.masked_fill(~here_N, 0)[:, None]
+    label_logit_N = logits_NV.gather(1, index_N1).squeeze(1).float()
+    taken_N1 = -(weight_N * here_N)[:, None]
+    largest_N, total_N = torch.empty_like(weight_N), torch.empty_like(weight_N)
+    pieces = (logits_NV, weight_N, index_N1, taken_N1, largest_N, total_N)
+    # What is done here is done for a few tokens each time, with all cores: what one number a token takes is done apart.
+    for logits_KV, weight_K, index_K1, taken_K1, largest_K, total_K in zip(
+        *(torch.split(piece, block) for piece in pieces), strict=True
+    ):
         wide_KV = wide_NV[: len(logits_KV)].copy_(logits_KV)
-        wide_KV[:, placement.length :] = float("-inf")
-        loss_K, first_K = _block_to_gradient(wide_KV, label_K, weight_K, placement, axis)
+        if placement.length < wide_KV.shape[1]:
+            wide_KV[:, placement.length :] = float("-inf")
+        max_over(torch.amax(wide_KV, -1, out=largest_K), axis)
+        wide_KV.sub_(largest_K[:, None]).exp_()
+        sum_over(torch.sum(wide_KV, -1, out=total_K), axis)
+        wide_KV.mul_((weight_K / total_K)[:, None]).scatter_add_(1, index_K1, taken_K1)
         logits_KV.copy_(wide_KV)
-        losses.append(loss_K)
-        firsts.append(first_K)
-    return torch.cat(losses), torch.cat(firsts)
-
-
-def _block_to_gradient(
-    logits_KV: Tensor, label_K: Tensor, weight_K: Tensor, placement: Placement, axis: TensorAxis
-) -> tuple[Tensor, Tensor]:
-    largest_K = max_over(logits_KV.amax(-1), axis)
-    logits_KV.sub_(largest_K[:, None])
-    local_K = label_K - placement.start
-    here_K = (local_K >= 0) & (local_K < placement.length)
-    index_K1 = local_K.masked_fill(~here_K, 0)[:, None]
-    label_logit_K = logits_KV.gather(1, index_K1).squeeze(1).masked_fill_(~here_K, 0)
-    logits_KV.exp_()
-    total_K, label_logit_K = sum_over(torch.stack((logits_KV.sum(-1), label_logit_K)), axis)
-    loss_K = (total_K.log() - label_logit_K) * weight_K
-    logits_KV.mul_((weight_K / total_K)[:, None])
-    logits_KV.scatter_add_(1, index_K1, -(weight_K * here_K)[:, None])
-    return loss_K, label_logit_K == 0
+    label_logit_N = sum_over(label_logit_N.sub_(largest_N).masked_fill_(~here_N, 0), axis)
+    return (total_N.log() - label_logit_N) * weight_N, label_logit_N == 0
