@@ -50,10 +50,13 @@ SIZES = {
 
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
-    "auto": {"mode": "selective", "operations": ["norm", "activation"]},
+    "auto": {"mode": "none"},
+    "activation": {"mode": "selective", "operations": ["activation"]},
+    "cheap": {"mode": "selective", "operations": ["norm", "activation"]},
     **{mode: {"mode": mode} for mode in ("none", "selective", "full")},
 }
-"""What the engine may be told to compute again; "auto" is what the service picks for a llama."""
+"""What the engine may be told to compute again. "auto" is what the service picks where memory is no question, as it is
+for these; "activation" and "cheap" cost no matrix product."""
 
 
 def lay_out(folder: Path, size: Size, *, steps: int, recompute: str = "auto") -> RunConfig:
