@@ -156,9 +156,9 @@ def main() -> None:
         settings = settings_of(Path(name) / "shed")
         with ours(settings) as us:
             seen = [submitted(us, asked.jobs), *recorded(us, settings, asked.points)]
-    print(HEAD, *(growth.row() for growth in seen), sep="\n")  # noqa: T201
     measured = {growth.what: {"after": growth.after, "mib": growth.mib} for growth in seen}
     asked.out.write_text(json.dumps({"machine": machine()} | measured, indent=1) + "\n")
+    print(HEAD, *(growth.row() for growth in seen), sep="\n")  # noqa: T201
 
 
 if __name__ == "__main__":
