@@ -58,13 +58,19 @@ def record(
 _ENTRY = insert(AuditLog)
 
 
-def who(session: Session, action: str, object_id: str) -> Account:
-    """Who last did this, for what is left to be done in their name; they may have lost the right to do it meanwhile."""
+def who(session: Session, action: str, project_id: str) -> Account:
+    """Who last did this to a project, for what is left to be done in their name.
+
+    They may have lost the right to do it meanwhile.
+    """
     # Here and not above: keys write down what becomes of them.
     from core.keys import DEFAULT_PROJECT, SETTINGS_KEY, Account
 
-    last = select(AuditLog).where(AuditLog.action == action, AuditLog.object_id == object_id)
-    entry = session.scalars(last.order_by(AuditLog.created_at.desc()).limit(1)).first()
+    # What is done to a project is written down in it: that is what there is an index of.
+    last = select(AuditLog).where(
+        AuditLog.project_id == project_id, AuditLog.action == action, AuditLog.object_id == project_id
+    )
+    entry = session.scalars(last.order_by(AuditLog.created_at.desc(), AuditLog.id.desc()).limit(1)).first()
     if entry is None:
         # So long ago that it was forgotten.
         return Account(project_id=DEFAULT_PROJECT, key_id=SETTINGS_KEY, scopes=frozenset())

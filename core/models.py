@@ -473,13 +473,17 @@ class QueuePlace(Base):
     """None where nobody knows."""
 
 
+UNCOUNTED = "NOT counted"
+"""Condition of an index, to be asked in these words: those of `Holding` that no `Share` has yet."""
+
+
 class Holding(Base):
     """Slots that a job held, from when it was placed until it gave them back: what GPU-hours are counted from."""
 
     __tablename__ = "holdings"
     __table_args__ = (
         Index("holdings_by_project", "project_id", "ended_at"),
-        Index("holdings_uncounted", "id", **_where("NOT counted")),
+        Index("holdings_uncounted", "id", **_where(UNCOUNTED)),
     )
 
     id: Mapped[str] = mapped_column(Id, primary_key=True, default=lambda: new_id("hold"))
