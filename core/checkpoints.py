@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from core import hints, history, jobs, paging
 from core.db import after_commit
 from core.errors import NotFound
-from core.models import Checkpoint, Job, new_id
+from core.models import Checkpoint, Job, database_now, new_id
 from core.paging import Page
 from core.services import Services
 from core.states import TERMINAL
@@ -24,6 +24,8 @@ from core.storage import Storage, nothing_unlisted
 
 MANIFEST = "manifest.json"
 """The engine's list of a checkpoint's files and their hashes."""
+JUST_AFTER = 0.001
+"""Seconds between two of a job at the least, so that their times tell their order."""
 
 
 def publish(
@@ -65,6 +67,7 @@ def _list(
             _forget_later(session, services.storage, checkpoint.storage_prefix)
         checkpoint.attempt, checkpoint.storage_prefix = fence, prefix
         checkpoint.bytes, checkpoint.metrics = size, dict(metrics)
+        checkpoint.created_at = _next_time(session, job_id)
         job.losses = 0
         history.add(
             session,
@@ -78,11 +81,23 @@ def _list(
     return checkpoint
 
 
+def _next_time(session: Session, job_id: str) -> float:
+    """Now, or just after the newest one of the job, whatever the clock says: going back, steps may come again."""
+    now = session.scalars(select(database_now())).one()
+    before = session.scalar(select(func.max(Checkpoint.created_at)).where(Checkpoint.job_id == job_id))
+    return now if before is None else max(now, before + JUST_AFTER)
+
+
 def prune(services: Services, job_id: str, *, keep: int, spare: int | None = None) -> None:
-    """Forget all but the newest `keep`, that of step `spare`, and those that unfinished jobs start from."""
+    """Forget all but the newest `keep`, that of step `spare`, and those that unfinished jobs start from.
+
+    Steps beyond the newest's were gone back from: what is there of them is not kept for its age.
+    """
     with services.db.session() as session:
         started_from = set(session.scalars(select(Job.base_model).where(Job.state.not_in(TERMINAL))))
-        for old in newest_first(session, job_id)[keep:]:
+        listed = newest_first(session, job_id)
+        on_the_way = [one for one in listed if one.step <= listed[0].step]
+        for old in [one for one in listed if one not in on_the_way[:keep]]:
             if old.step != spare and old.id not in started_from:
                 session.delete(old)
                 _forget_later(session, services.storage, old.storage_prefix)
@@ -139,8 +154,9 @@ def sha256_of(path: Path) -> str:
 
 
 def newest_first(session: Session, job_id: str) -> Sequence[Checkpoint]:
-    """Those of a job."""
-    return session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step.desc())).all()
+    """Those of a job, the one published last first: a run that went back has later ones of earlier steps."""
+    by_age = (Checkpoint.created_at.desc(), Checkpoint.step.desc())
+    return session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(*by_age)).all()
 
 
 def _forget_later(session: Session, storage: Storage, prefix: str) -> None:

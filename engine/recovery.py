@@ -11,6 +11,7 @@ from engine import checkpoint
 from engine.course import Course
 from engine.culprits import NonFinite
 from engine.makings import ready_model
+from engine.spikes import Spikes
 
 if TYPE_CHECKING:
     from engine.trainer import Work
@@ -75,3 +76,5 @@ def go_back(work: Work) -> None:
         # A later one that was gone back from has rows in it that this time are left out: it is saved anew.
         work.wish.safe_step = facts.step
         work.step, work.tokens, work.course = facts.step, facts.tokens, facts.course
+    # What was usual in the steps that are left behind says nothing of those to come.
+    work.spikes = Spikes()

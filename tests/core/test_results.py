@@ -178,6 +178,36 @@ def test_only_the_newest_checkpoints_are_kept(services: Services, tmp_path: Path
     assert kept == {"step-00000020", "step-00000030"}
 
 
+def test_after_going_back_the_next_attempt_starts_where_the_run_went_on(services: Services, tmp_path: Path) -> None:
+    job = running(services)
+    # From 30 it went back to 20, and was told to stop at 25; later it comes to 30 again.
+    for number, (step, newest, kept) in enumerate([
+        (10, 10, [10]), (20, 20, [10, 20]), (30, 30, [20, 30]), (25, 25, [20, 25]), (30, 30, [25, 30]),
+    ]):  # fmt: skip
+        checkpoints.publish(services, job.id, fence=1, step=step, folder=saved(tmp_path / str(number)), metrics={})
+        with services.db.reading() as session:
+            latest = checkpoints.latest(session, job.id)
+            assert latest is not None
+            assert latest.step == newest
+        checkpoints.prune(services, job.id, keep=2)
+        with services.db.reading() as session:
+            assert sorted(found.step for found in checkpoints.page(session, job).data) == kept
+
+
+def test_one_that_was_gone_back_from_and_that_others_start_from_is_kept_and_not_gone_on_from(
+    services: Services, tmp_path: Path
+) -> None:
+    job = running(services)
+    for step in (20, 30, 25):
+        made = checkpoints.publish(services, job.id, fence=1, step=step, folder=saved(tmp_path / str(step)), metrics={})
+        if step == 30:
+            with services.db.session() as session:
+                make.job(session, base_model=made.id)
+    checkpoints.prune(services, job.id, keep=1)
+    with services.db.reading() as session:
+        assert [found.step for found in checkpoints.newest_first(session, job.id)] == [25, 30]
+
+
 def test_a_checkpoint_that_a_waiting_job_starts_from_is_kept_for_it(services: Services, tmp_path: Path) -> None:
     job = running(services)
     first = checkpoints.publish(services, job.id, fence=1, step=1, folder=saved(tmp_path / "1"), metrics={})

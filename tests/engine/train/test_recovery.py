@@ -11,6 +11,7 @@ from engine import trainer
 from engine.culprits import NonFinite, in_words
 from engine.data.prepare import shuffled
 from engine.model import Decoder
+from engine.spikes import Spikes
 from engine.stop import StopWish
 from tests.engine.train import runs
 
@@ -149,6 +150,23 @@ def test_a_run_goes_back_by_as_many_checkpoints_as_it_was_told(tmp_path, base, m
     monkeypatch.setattr(trainer.Work, "save", leave_out)
     other, _, _ = on(None, tmp_path / "left-out", base, config(training=training))
     assert [*losses[:step], *losses[2:]] == other
+
+
+def test_a_run_that_went_back_forgets_which_losses_were_usual(tmp_path, base, monkeypatch):
+    known = []
+    begins = Spikes.begins
+
+    def noted(spikes, loss):
+        known.append(len(spikes._losses))
+        return begins(spikes, loss)
+
+    monkeypatch.setattr(Spikes, "begins", noted)
+    training = {"seed": LATE, "non_finite": "roll_back", "checkpoint_every": 1, "steps": 3, "global_batch": 2,
+                "micro_batch": 2}  # fmt: skip
+    _, _, said = on(None, tmp_path / "back", base, config(training=training))
+    assert said is None
+    # The third step has no loss, and comes again.
+    assert known == [0, 1, 0]
 
 
 def test_without_a_checkpoint_a_run_goes_back_to_its_start(tmp_path, base, monkeypatch):
