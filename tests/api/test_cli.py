@@ -386,7 +386,7 @@ def test_a_table_of_numbers_has_steps_at_even_distances(series, most, expected):
 
 
 def test_every_command_that_asks_a_server_can_answer_in_json():
-    local = {"serve", "worker", "api", "migrate", "openapi", "completion"}
+    local = {"serve", "worker", "api", "migrate", "openapi", "completion", "backup", "restore"}
     without = {path for path, command in commands() if "--json" not in options(command)}
     assert without == local
 

@@ -155,12 +155,21 @@ def test_what_cannot_be_shown_is_refused_in_words(http, content, ask, status, pa
     assert envelope(http.post(f"/v1/files/{file}/preview", json=ask), status)["param"] == param
 
 
-def test_a_template_that_does_not_end_is_ended(http, live, monkeypatch):
+def test_a_template_that_does_not_end_refuses_each_conversation(http, live):
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     bases.write(live.services.settings.models / "previews-endless", template=endless)
     file = driving.upload(http, lines(TALK), "chat.jsonl")["id"]
-    monkeypatch.setattr(examining, "GRACE_SECONDS", 2.0)
-    error = envelope(http.post(f"/v1/files/{file}/preview", json={"base": "previews-endless"}), 503)
+    answer = http.post(f"/v1/files/{file}/preview", json={"base": "previews-endless"})
+    (example,) = answer.json()["data"]
+    assert example["fate"] == "refused"
+    assert "does not end" in example["message"]
+
+
+def test_an_examination_that_does_not_end_is_ended(http, monkeypatch):
+    file = driving.upload(http, lines(TALK), "chat.jsonl")["id"]
+    monkeypatch.setattr(examining, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(examining, "EXAMINE", (sys.executable, "-c", "import time; time.sleep(600)"))
+    error = envelope(http.post(f"/v1/files/{file}/preview", json={"base": BASE}), 503)
     assert "come to an end" in error["message"]
 
 

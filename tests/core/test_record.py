@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 from sqlalchemy.orm import Session
 
@@ -29,6 +31,7 @@ from engine.events import (
 from tests import make
 
 S = JobState
+LEASE = timedelta(minutes=1)
 
 
 def started(seq: int, **fields: object) -> Started:
@@ -205,8 +208,8 @@ def test_a_resumed_attempt_records_only_what_is_new(session: Session) -> None:
     job = make.job(session, state=S.RUNNING)
     jobs.record(session, job.id, fence=1, events=[*(make.step(n) for n in range(1, 8)), evaluated(8, 5)])
     jobs.lose(session, job.id, fence=1, reason="rank 0 died", max_losses=5)
-    jobs.place(session, job.id, "node-1", [], claim_within=jobs.RETRY_WINDOW)
-    jobs.claim(session, job.id, "supervisor-2", jobs.RETRY_WINDOW, node="node-1")
+    jobs.place(session, job.id, "node-1", [], claim_within=LEASE)
+    jobs.claim(session, job.id, "supervisor-2", LEASE, node="node-1")
     # It goes on from a checkpoint at step 4, so it repeats 5 to 7 and their validation, with numbers of its own.
     again = [
         started(1, start_step=4),

@@ -27,8 +27,16 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, services: Services) -> None:
 
 
 def started(services: Services, job_id: str) -> list[psutil.Process]:
-    children = psutil.Process().children()
-    return [child for child in children if job_id in child.cmdline()]
+    return [child for child in psutil.Process().children() if job_id in command_line(child)]
+
+
+def command_line(child: psutil.Process) -> list[str]:
+    """Which the kernel writes down a moment after the program has begun, and forgets when it has ended."""
+    deadline, pause = monotonic() + DEADLINE_SECONDS, Event()
+    while not (said := child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+        assert monotonic() < deadline
+        pause.wait(0.001)
+    return said
 
 
 def test_however_often_a_start_is_sent_one_supervisor_is_on_its_way(services: Services) -> None:
