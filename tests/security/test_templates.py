@@ -67,6 +67,28 @@ ENDLESS = {
     "a power of a power": "{{ 9 ** (9 ** 9) }}",
     "a long text": "{{ 'a' * 10 ** 12 }}",
     "a long list": "{{ (10 ** 12 * [0]) | length }}",
+    "a number that is squared": "{% set ns = namespace(x=3) %}{% for a in range(30) %}{% set ns.x = ns.x * ns.x %}"
+    "{% endfor %}",
+    "long numbers from a text": "{% for a in range(1000) %}{% set x = ('f' * 900000) | int(base=16) %}{% endfor %}",
+    "a loop that leaves all out": "{% for a in range(9999) %}{% for b in range(9999) if false %}{% endfor %}"
+    "{% endfor %}",
+    "sorting": "{% set x = [1] * 500000 %}{% for a in range(1000) %}{% set y = x | sort %}{% endfor %}",
+    "sorting each of many": "{% set x = [[1] * 5000] * 100 %}{{ x | map('sort') | list | length }}",
+    "a filter that leaves all out": "{% for a in range(1000) %}{% for b in ([1] * 99999) | select('none') %}"
+    "{% endfor %}{% endfor %}",
+    "looking for what is not there": "{% set x = [1] * 90000 %}{% for a in range(1000) %}{{ 2 in x }}{% endfor %}",
+    "a text that doubles": "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}"
+    "{% endfor %}",
+    "a text that doubles by itself": "{% set ns = namespace(x='ab') %}{% for a in range(60) %}"
+    "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "a list in a list": "{% set ns = namespace(x=[], y=[]) %}{% for a in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
+    "{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+    "a namespace in a namespace": "{% set ns = namespace() %}{% for a in range(60) %}"
+    "{% set ns.x = namespace(x=ns.x, y=ns.x) %}{% endfor %}{{ ns }}",
+    "slices": "{% set x = [1] * 90000 %}{% for a in range(1000) %}{% set y = x[1:] %}{% endfor %}",
+    "a wide format": "{% for a in range(1000) %}{% set y = '%9000000d' % 1 %}{% endfor %}",
+    "a method": "{% set x = 'a' * 900000 %}{% for a in range(1000) %}{% set y = x.replace('a', 'b') %}{% endfor %}",
+    "the items that are written": "{% set x = [1] * 90000 %}{% for a in range(1000) %}{{ x }}{% endfor %}",
 }
 
 
@@ -101,3 +123,16 @@ def test_turns_are_counted_for_each_rendering_anew(tmp_path: Path, monkeypatch: 
     assert [base.render(TALK * 99), base.render(TALK * 100)] == ["x", "x"]
     with pytest.raises(TemplateRefused, match="does not end within 100 turns"):
         base.render(TALK * 101)
+
+
+def test_a_long_conversation_is_rendered_by_a_template_that_looks_through_it_for_each_message() -> None:
+    program = sandbox.program(
+        "{% for m in messages %}{% if m == messages[-1] and messages|length == 200 %}last {% endif %}"
+        "{% set rest = messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list %}"
+        "{{ m.content.split('y')[0] | trim | length }}{{ rest | length }},{% endfor %}{{ messages | tojson | length }}"
+    )
+    messages = [{"role": "user", "content": "x" * 2000} for _ in range(200)]
+    shown = sandbox.run(program, messages=messages)
+    # Each is equal to the last. In JSON each has 31 characters around its text, and between two is ", ".
+    expected = "".join(f"last 2000{200 - index}," for index in range(200)) + str(200 * (2000 + 31) + 199 * 2 + 2)
+    assert shown == expected
