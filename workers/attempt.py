@@ -27,13 +27,13 @@ from core.services import Services
 from core.settings import trainer_environment
 from core.states import HELD, JobState
 from engine.config import RunConfig
-from engine.events import LAST, CheckpointSaved, Choices, Evaluated, Event, Finished, Log, Step
+from engine.events import LAST, CheckpointSaved, Choices, Evaluated, Event, Finished, Log, Started, Step, Stopped
 from workers import staging, tidy
 from workers.follower import Follower
 from workers.launcher import GangSpec, Handle, Launcher, Status
 from workers.lease import SILENCE, Lease
 from workers.orders import Orders
-from workers.outcome import WISHED, Action, Outcome, Wish, decide
+from workers.outcome import WISHED, Action, Outcome, Progress, Wish, decide
 from workers.publisher import Publisher, Saved
 
 log = structlog.get_logger(__name__)
@@ -87,6 +87,8 @@ class Attempt:
         self.run_dir = tidy.run_dir(self.settings, job.id, job.attempt)
         self.last: Event | None = None
         """The run's last event, once it came."""
+        self.began = 0
+        """Steps that were done before."""
         self.metrics: dict[int, dict[str, Any]] = {}
         """The newest numbers as of each of the last steps, to go with its checkpoint."""
         self.asides: SimpleQueue[Log] = SimpleQueue()
@@ -130,24 +132,30 @@ class Attempt:
         self.meanwhile("to bring its data", stage, unless=ANY)
         self.record([*drained(self.asides)])
         status = self.train()
-        outcome = decide(
-            self.last,
-            exit_code=status.exit_code,
-            wish=self.orders.wish,
-            max_runtime=self.job.max_runtime,
-            lines_up=self.job.spec.get("at_max_runtime") == "requeue",
-            has_progressed=bool(self.metrics),
-        )
-        if outcome.action in {Action.CANCEL, Action.ABANDON}:
-            return outcome
+        wish = self.orders.wish
+        if wish is not None and wish in DONE_FOR:
+            return WISHED[wish]
         self.meanwhile("to store its checkpoints", self.publisher.flush, unless=DONE_FOR)
         # What went wrong with the last ones is told like what went wrong on the way.
         self.record([*drained(self.asides)])
+        outcome = decide(
+            self.last,
+            exit_code=status.exit_code,
+            wish=wish,
+            max_runtime=self.job.max_runtime,
+            lines_up=self.job.spec.get("at_max_runtime") == "requeue",
+            progress=self.progress(),
+        )
         if isinstance(self.last, Finished):
             export = self.run_dir / self.last.export
             publish = partial(artifacts.publish, self.services, self.job, export)
             self.meanwhile("to store its result", publish, unless=DONE_FOR)
         return outcome
+
+    def progress(self) -> Progress:
+        """How far it came, once nothing is left to upload."""
+        reached = self.last.step if isinstance(self.last, Stopped) else next(reversed(self.metrics), self.began)
+        return Progress(began=self.began, reached=reached, listed=self.publisher.listed)
 
     def train(self) -> Status:
         """Launch the ranks and follow them to their end."""
@@ -255,6 +263,8 @@ class Attempt:
     def note(self, event: Event) -> None:
         """What a recorded event means for us. A checkpoint is published after the steps before it are in the table."""
         match event:
+            case Started():
+                self.began = event.start_step
             case Step():
                 numbers = {"loss": event.loss, "token_accuracy": event.token_accuracy, "tokens": event.tokens}
                 self.add_metrics(event.step, {name: number for name, number in numbers.items() if number is not None})
@@ -336,12 +346,14 @@ class Attempt:
         match outcome.action:
             case Action.PUBLISH:
                 jobs.move(session, job_id, JobState.SUCCEEDED, fence=fence)
+            case Action.FAIL if outcome.yields and jobs.held(session, job_id, fence=fence).state is JobState.PAUSING:
+                jobs.move(session, job_id, JobState.PAUSED, fence=fence)
             case Action.FAIL:
                 jobs.move(session, job_id, JobState.FAILED, fence=fence, error=outcome.error)
             case Action.CANCEL:
                 jobs.move(session, job_id, JobState.CANCELLED, fence=fence)
             case Action.PAUSE:
-                jobs.move(session, job_id, JobState.PAUSED, fence=fence)
+                jobs.move(session, job_id, JobState.PAUSED, fence=fence, message=reason)
             case Action.REQUEUE:
                 jobs.requeue(session, job_id, fence=fence, reason=reason)
             case Action.LINE_UP:

@@ -55,6 +55,8 @@ class Publisher:
         self._changed = Condition()
         self._busy = False
         self._closed = False
+        self.listed: int | None = None
+        """Step of the one that was published last."""
         self._thread = Thread(target=copy_context().run, args=(self._work,), name="publisher", daemon=True)
         self._thread.start()
 
@@ -99,6 +101,7 @@ class Publisher:
                 log.warning("checkpoint not published", step=saved.step, exc_info=True)
                 self._failed(saved, error)
             else:
+                self.listed = saved.step
                 log.info("checkpoint published", step=saved.step)
             shutil.rmtree(saved.folder, ignore_errors=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.events import NO_ROOM, Event, Failed, Finished, Stopped
-from workers.outcome import Action, Wish, decide
+from workers.outcome import Action, Progress, Wish, decide
 
 FINISHED = Finished(step=10, tokens=100)
 STOPPED = Stopped(step=4)
@@ -51,21 +51,55 @@ def test_what_becomes_of_a_job(last: Event | None, exit_code: int | None, wish: 
 
 
 @pytest.mark.parametrize(
-    ("last", "has_progressed", "action"),
+    ("last", "progress", "action"),
     [
-        pytest.param(STOPPED, True, Action.LINE_UP, id="it saved"),
-        pytest.param(STOPPED, False, Action.FAIL, id="it would never get any further"),
-        pytest.param(None, True, Action.FAIL, id="it did not save"),
-        pytest.param(FINISHED, True, Action.PUBLISH, id="it finished in the last moment"),
+        pytest.param(STOPPED, Progress(2, 4, 4), Action.LINE_UP, id="it saved"),
+        pytest.param(STOPPED, Progress(2, 4, 3), Action.LINE_UP, id="some of it is stored"),
+        pytest.param(STOPPED, Progress(2, 4, None), Action.LOSE, id="nothing of it could be stored"),
+        pytest.param(STOPPED, Progress(4, 4, None), Action.FAIL, id="it would never get any further"),
+        pytest.param(None, Progress(2, 4, None), Action.FAIL, id="it did not save"),
+        pytest.param(FINISHED, Progress(2, 10, None), Action.PUBLISH, id="it finished in the last moment"),
     ],
 )
 def test_a_job_that_lines_up_when_its_time_is_up_does_so_if_it_got_further(
-    last: Event | None, has_progressed: bool, action: Action
+    last: Event | None, progress: Progress, action: Action
 ) -> None:
-    outcome = decide(
-        last, exit_code=0, wish=Wish.TIME_IS_UP, max_runtime=90, lines_up=True, has_progressed=has_progressed
-    )
+    outcome = decide(last, exit_code=0, wish=Wish.TIME_IS_UP, max_runtime=90, lines_up=True, progress=progress)
     assert outcome.action is action
+
+
+@pytest.mark.parametrize("wish", [Wish.DRAIN, Wish.MAKE_WAY, None])
+def test_a_run_that_stopped_and_could_not_store_its_state_is_a_loss(wish: Wish | None) -> None:
+    outcomes = [
+        decide(STOPPED, exit_code=0, wish=wish, progress=Progress(began, 4, listed))
+        for began, listed in ((2, None), (2, 3), (2, 4), (4, None))
+    ]
+    assert [outcome.action for outcome in outcomes] == [Action.LOSE, *[Action.REQUEUE] * 3]
+    assert outcomes[0].error is not None
+    assert outcomes[0].error["message"] == "it stopped after step 4, and no checkpoint since step 2 was stored"
+
+
+@pytest.mark.parametrize(
+    ("progress", "says"),
+    [
+        (Progress(2, 4, 4), "paused"),
+        (Progress(4, 4, None), "paused"),
+        (Progress(2, 4, 3), "paused after step 4; the newest checkpoint that is stored is that of step 3"),
+        (Progress(2, 4, None), "paused after step 4; the newest checkpoint that is stored is that of step 2"),
+        (Progress(0, 4, None), "paused after step 4; no checkpoint is stored, and it will begin anew"),
+    ],
+)
+def test_a_paused_run_says_from_where_it_will_go_on_where_that_is_not_where_it_is(
+    progress: Progress, says: str
+) -> None:
+    outcome = decide(STOPPED, exit_code=0, wish=Wish.PAUSE, progress=progress)
+    assert (outcome.action, outcome.reason) == (Action.PAUSE, says)
+
+
+def test_a_pause_comes_before_the_end_of_its_time() -> None:
+    assert max(Wish.PAUSE, Wish.TIME_IS_UP) is Wish.PAUSE
+    assert decide(STOPPED, exit_code=0, wish=Wish.TIME_IS_UP, max_runtime=90).yields
+    assert not decide(None, exit_code=SIGKILLED, wish=Wish.TIME_IS_UP, max_runtime=90).yields
 
 
 def test_the_engines_own_words_reach_the_user() -> None:

@@ -251,6 +251,53 @@ def test_a_run_whose_time_is_up_lines_up_again_where_its_spec_says_so(services: 
     assert steps_of(services, job_id) == list(range(1, 301))
 
 
+@pytest.mark.parametrize("wish", [Wish.MAKE_WAY, Wish.PAUSE])
+def test_where_storage_takes_no_checkpoint_a_run_that_stopped_has_saved_nothing(
+    services: Services, monkeypatch: pytest.MonkeyPatch, wish: Wish
+) -> None:
+    def full(prefix: str, folder: os.PathLike[str]) -> object:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(services.storage, "put_tree", full)
+    job_id = place_job(services, steps=FOREVER, checkpoint_every=None)
+    running = Running(services, job_id, fake_engine("--step-seconds", "0.02"))
+    running.until(lambda job: job.last_step > 3)
+    if wish is Wish.PAUSE:
+        with services.db.session() as session:
+            jobs.move(session, job_id, JobState.PAUSING)
+    running.orders.give(wish)
+    running.outcome()
+
+    job, said = job_of(services, job_id), messages_of(services, job_id)[-1]
+    if wish is Wish.PAUSE:
+        assert (job.state, job.losses) == (JobState.PAUSED, 0)
+        assert said == f"paused after step {job.last_step}; no checkpoint is stored, and it will begin anew"
+    else:
+        assert (job.state, job.losses) == (JobState.QUEUED, 1)
+        assert said == f"it stopped after step {job.last_step}, and no checkpoint since step 0 was stored"
+
+
+def test_a_run_that_was_paused_just_before_its_time_is_up_is_paused(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its supervisor does not hear of it before the end: what counts is the row.
+    follow = Attempt.follow
+
+    def followed(attempt: Attempt, handle: Handle) -> Status:
+        status = follow(attempt, handle)
+        with services.db.session() as session:
+            jobs.move(session, attempt.job.id, JobState.PAUSING)
+        return status
+
+    monkeypatch.setattr(Attempt, "follow", followed)
+    job_id = place_job(services, steps=FOREVER, checkpoint_every=None, max_runtime=0.5)
+
+    supervised(services, job_id, fake_engine("--step-seconds", "0.02"))
+
+    job = job_of(services, job_id)
+    assert (job.state, job.error, checkpoints_of(services, job_id)) == (JobState.PAUSED, None, [job.last_step])
+
+
 def test_a_run_that_makes_way_saves_and_is_told_why(services: Services) -> None:
     job_id = place_job(services, steps=FOREVER, checkpoint_every=None)
     running = Running(services, job_id, fake_engine("--step-seconds", "0.02"))
