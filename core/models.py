@@ -228,7 +228,7 @@ class Job(Base):
         Index("jobs_by_project_and_name", "project_id", "name", "created_at", "id", **_where("name IS NOT NULL")),
         Index("jobs_without_labels", "project_id", "created_at", "id", **_where("labels = '{}'")),
         Index("jobs_from_a_base", "project_id", "created_at", "id", **_where("base_model IS NOT NULL")),
-        Index("jobs_in_line", "state", "priority", "created_at", "id"),
+        Index("jobs_in_line", "state", "priority", "created_at", "id", "queued_at"),
         UniqueConstraint("project_id", "idempotency_key"),
     )
 

@@ -204,7 +204,8 @@ def prospect(session: Session, job: Job) -> Prospect | None:
     """A queued job's place in line; None when it isn't queued."""
     if job.state is not JobState.QUEUED:
         return None
-    here = {"id": job.id, "priority": job.priority, "created_at": job.created_at}
+    queued_at = job.created_at if job.queued_at is None else job.queued_at
+    here = {"id": job.id, "priority": job.priority, "queued_at": queued_at}
     place = directly(session, _PLACE, here).one()
     return Prospect(1 + place.ahead, job.queue_reason, place.estimated_start)
 
@@ -215,13 +216,15 @@ def position(session: Session, job: Job) -> int | None:
     return here.position if here else None
 
 
+_QUEUED_AT = func.coalesce(Job.queued_at, Job.created_at)
 _COUNT = select(func.count()).where(Job.state == JobState.QUEUED)
-# Two counts, each along a stretch of the index of the line.
+# Two counts, each along a stretch of the index of the line: who lined up before was made before.
 _AHEAD = (
     _COUNT.where(Job.priority > bindparam("priority")).scalar_subquery()
     + _COUNT.where(
         Job.priority == bindparam("priority"),
-        tuple_(Job.created_at, Job.id) < tuple_(bindparam("created_at", type_=Float), bindparam("id", type_=String)),
+        Job.created_at <= bindparam("queued_at", type_=Float),
+        tuple_(_QUEUED_AT, Job.id) < tuple_(bindparam("queued_at", type_=Float), bindparam("id", type_=String)),
     ).scalar_subquery()
 )
 _NUMBER = select(QueuePlace.number).where(QueuePlace.job_id == bindparam("id")).scalar_subquery()
@@ -252,10 +255,27 @@ def foresee(
     """Where a project's job would stand in the queue that needs so many slots for so many seconds."""
     base = _base(session, half_life, counting=False)
     wanted = Waiting("", needs, device, project, runtime, priority, base.now)
-    view = base.with_line([*map(_waiting, _queued(session, base, None)), wanted])
-    place = 1 + next(index for index, job in enumerate(view.line) if not job.job_id)
+    queued = _queued(session, base, MOST_FORESEEN)
+    view = base.with_line([*map(_waiting, queued), wanted])
+    ahead = _ahead_of(session, view.line, wanted, {row.id: row.number for row in queued if row.number is not None})
     decision = decide(view.ready, view.hosts, view.allowances, now=view.now)
-    return Prospect(place, decision.reasons.get(""), view.starts().get(""))
+    return Prospect(1 + ahead, decision.reasons.get(""), view.starts().get(""))
+
+
+def _ahead_of(session: Session, line: Sequence[Waiting], wanted: Waiting, numbers: Mapping[str, float]) -> int:
+    """How many wait before `wanted`, of whom `line` has the front, those with `numbers`, and the new ones."""
+    place = line.index(wanted)
+    if len(numbers) == session.scalar(_LENGTH):
+        return place
+    before = [numbers[job.job_id] for job in line[:place] if job.job_id in numbers]
+    if len(before) == len(numbers):
+        # Behind the front it stands at first as any that the scheduler has not looked at yet.
+        return session.scalar(_NO_LESS_URGENT, {"priority": wanted.priority}) or 0
+    known = session.scalar(_UP_TO, {"number": max(before)}) or 0 if before else 0
+    return known + place - len(before)
+
+
+_NO_LESS_URGENT = _COUNT.where(Job.priority >= bindparam("priority"))
 
 
 # Reading
@@ -268,13 +288,14 @@ _COLUMNS = (
     Job.project_id,
     Job.max_runtime,
     Job.priority,
-    func.coalesce(Job.queued_at, Job.created_at).label("queued_at"),
+    _QUEUED_AT.label("queued_at"),
     Job.retry_at,
     Job.queue_reason,
     QueuePlace.number,
 )
 _EVERYONE = select(*_COLUMNS).outerjoin(QueuePlace, QueuePlace.job_id == Job.id).where(Job.state == JobState.QUEUED)
 _LENGTH = select(func.count()).select_from(QueuePlace)
+_UP_TO = _LENGTH.where(QueuePlace.number <= bindparam("number"))
 _NEW = _EVERYONE.where(QueuePlace.job_id.is_(None))
 _FRONT = (
     select(*_COLUMNS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import log
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -220,6 +221,12 @@ def test_a_place_in_line_follows_shares_and_is_gone_with_the_wait(session: Sessi
     assert {place.job_id for place in session.scalars(select(QueuePlace))} == {flood[1].id, flood[2].id, theirs.id}
 
 
+def test_who_lined_up_again_stands_behind_who_waits_before_the_scheduler_has_looked(session: Session) -> None:
+    again = make.job(session, created_at=1.0, queued_at=8.0)
+    first, last = (make.job(session, created_at=at) for at in (2.0, 9.0))
+    assert [scheduler.position(session, job) for job in (first, again, last)] == [1, 2, 3]
+
+
 def test_an_estimate_is_written_down_and_taken_back(session: Session, owner: Account) -> None:
     make.node(session, num_slots=2)
     first = make.job(session, slots=2, max_runtime=600.0, created_at=1.0)
@@ -290,6 +297,38 @@ def test_of_a_long_line_the_front_and_what_is_new_are_looked_at_and_who_could_no
     assert scheduler.position(session, late) == 9
     scheduler.tick(session, depth=None)
     assert [scheduler.position(session, job) for job in (line[5], line[8], late)] == [5, 8, 9]
+
+
+def test_where_a_job_would_stand_in_a_long_line_is_told_by_its_front_and_by_counting(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "MOST_FORESEEN", 3)
+    lines: list[int] = []
+
+    def decided(line: list[Waiting], *rest: Any, now: float) -> Decision:
+        lines.append(len(line))
+        return decide(line, *rest, now=now)
+
+    monkeypatch.setattr(scheduler, "decide", decided)
+    make.node(session, num_slots=1)
+    make.job(session, state=S.RUNNING)
+    make.project(session, "proj-other")
+    # The first needs more than any host has, and is passed over.
+    for number in range(3):
+        make.job(session, priority=1, created_at=float(number), slots=1 + 2 * (number == 0))
+    for number in range(8):
+        make.job(session, created_at=float(number))
+
+    def foreseen(priority: int, project: str = DEFAULT_PROJECT) -> int:
+        return scheduler.foresee(session, needs=1, device="cpu", priority=priority, project=project).position
+
+    assert [foreseen(2), foreseen(1), foreseen(0), foreseen(-1)] == [1, 4, 12, 12]
+    scheduler.tick(session, depth=None)
+    lines.clear()
+    assert [foreseen(2), foreseen(1), foreseen(0), foreseen(-1)] == [1, 4, 12, 12]
+    assert lines == [4] * 4
+    make.job(session, priority=1, created_at=9.0)
+    assert [foreseen(2), foreseen(1), foreseen(0)] == [1, 5, 13]
 
 
 # Shares
