@@ -8,14 +8,16 @@ its own retry overtook is known by having been here when that made the job.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
-from typing import Self
+from typing import Any, Self
 
-from sqlalchemy import select
+from sqlalchemy import Float, Select, bindparam, select
 from sqlalchemy.orm import Session
 
+from core.db import directly
 from core.errors import InvalidSpec
 from core.keys import Account
 from core.models import Job, database_now
@@ -64,9 +66,8 @@ UNIQUE = Try()
 
 def made_before(session: Session, owner: Account, this: Try) -> Job | None:
     """The job that another try of the same create made. InvalidSpec where its name made one from another body."""
-    mine = select(Job).where(Job.project_id == owner.project_id)
     if this.idempotency_key is not None:
-        job = session.scalars(mine.where(Job.idempotency_key == this.idempotency_key)).one_or_none()
+        job = _found(session, _OF_NAME, {"project": owner.project_id, "name": this.idempotency_key})
         if job is not None and job.request_digest not in {None, this.digest, this.sender_digest}:
             raise InvalidSpec(
                 f"The Idempotency-Key {this.idempotency_key!r} made job {job.id} from another body; use a new key.",
@@ -77,10 +78,27 @@ def made_before(session: Session, owner: Account, this: Try) -> Job | None:
         return None
     # Where the transaction has to wait until it may begin, it does so before it is reckoned how long ago this try came.
     session.connection()
-    same = mine.where(Job.request_digest == this.digest)
+    same = {"project": owner.project_id, "digest": this.digest}
     if this.number == 0:
-        waited = monotonic() - (this.came_at or 0.0)
-        same = same.where(Job.made_by_retry > 0, Job.created_at >= database_now() - waited)
-    else:
-        same = same.where(Job.created_at > database_now() - RETRY_WINDOW.total_seconds())
-    return session.scalars(same.order_by(Job.created_at.desc()).limit(1)).one_or_none()
+        return _found(session, _OVERTAKEN, same | {"waited": monotonic() - (this.came_at or 0.0)})
+    return _found(session, _RETRIED, same | {"waited": RETRY_WINDOW.total_seconds()})
+
+
+def _found(session: Session, statement: Select[str], values: Mapping[str, Any]) -> Job | None:
+    # Without objects: as a rule there is none to find.
+    job_id = directly(session, statement, values).scalar()
+    return None if job_id is None else session.get_one(Job, job_id)
+
+
+_MINE = select(Job.id).where(Job.project_id == bindparam("project"))
+_OF_NAME = _MINE.where(Job.idempotency_key == bindparam("name"))
+_RETRIED = (
+    _MINE.where(
+        Job.request_digest == bindparam("digest"),
+        Job.created_at >= database_now() - bindparam("waited", type_=Float),
+    )
+    .order_by(Job.created_at.desc())
+    .limit(1)
+)
+_OVERTAKEN = _RETRIED.where(Job.made_by_retry > 0)
+"""The jobs of the first try's own retries, since it came."""
