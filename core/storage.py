@@ -46,7 +46,8 @@ class Storage:
 
     def put_bytes(self, key: str, content: bytes) -> None:
         """Store a few bytes."""
-        obstore.put(self._store, _checked(key), content, use_multipart=False)
+        self._make_room(_checked(key))
+        obstore.put(self._store, key, content, use_multipart=False)
         self._settle(key)
 
     def put_stream(self, key: str, chunks: Iterable[bytes]) -> int:
@@ -62,9 +63,15 @@ class Storage:
                 size += len(chunk)
                 yield chunk
 
-        obstore.put(self._store, _checked(key), counted(), chunk_size=CHUNK_BYTES, max_concurrency=_PARTS_AT_ONCE)
+        self._make_room(_checked(key))
+        obstore.put(self._store, key, counted(), chunk_size=CHUNK_BYTES, max_concurrency=_PARTS_AT_ONCE)
         self._settle(key)
         return size
+
+    def _make_room(self, key: str) -> None:
+        """Make the folder of an object, where objects lie in folders, as `_settle` has the disk keep the object."""
+        if self._folder is not None:
+            _make((self._folder / key).parent)
 
     def _settle(self, key: str) -> None:
         """Have the disk keep it. Whoever is told that it is stored writes a row, which outlives a loss of power."""
@@ -180,11 +187,19 @@ def open_storage(url: str) -> Storage:
     parts = urlsplit(url)
     if parts.scheme == "file":
         folder = Path(url2pathname(parts.path))
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         return Storage(LocalStore(folder), folder)
     if parts.scheme == "s3":
         return Storage(S3Store(parts.netloc, prefix=parts.path.strip("/") or None))
     raise ValueError(f"storage URL {url!r} begins with neither file:// nor s3://")
+
+
+def _make(folder: Path) -> None:
+    """Make a folder and those above it, and have the disk keep each new one's name in the one that it is in."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
 
 
 def _sync(path: Path) -> None:

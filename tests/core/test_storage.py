@@ -152,3 +152,25 @@ def test_a_full_disk_leaves_nothing_that_can_be_seen(tmp_path: Path, monkeypatch
         signal.signal(signal.SIGXFSZ, ignored)
     assert not store.exists("big")
     assert list(store.list("big")) == []
+
+
+def test_the_disk_is_asked_to_keep_an_object_and_each_folder_that_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, real = list[str](), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = open_storage((tmp_path / "data" / "storage").as_uri())
+    assert synced == [".", "data"]
+    synced.clear()
+    store.put_bytes("jobs/1/model/a", b"a")
+    # A name is in the folder above it: that of `jobs` in the storage's, and so on down.
+    top = "data/storage"
+    assert synced == [top, f"{top}/jobs", f"{top}/jobs/1", f"{top}/jobs/1/model/a", f"{top}/jobs/1/model"]
+    synced.clear()
+    store.put_stream("jobs/1/model/b", iter([b"b"]))
+    assert synced == [f"{top}/jobs/1/model/b", f"{top}/jobs/1/model"]
