@@ -137,6 +137,48 @@ def test_what_goes_while_it_is_copied_has_both_looked_at_once_more(
     assert len([key for key in about["objects"] if "/checkpoints/" in key]) == 2
 
 
+def losing(services: Services, job_id: str, monkeypatch: pytest.MonkeyPatch, *, times: int) -> list[str]:
+    """Have each look lose a checkpoint before it is copied, so often; what is read, as it is."""
+    real, read, steps = Storage.get_to, list[str](), iter(range(1, times + 1))
+
+    def get_to(self: Storage, key: str, path: Path) -> None:
+        read.append(key)
+        if "/checkpoints/" in key and (step := next(steps, None)):
+            with services.db.session() as session:
+                job = session.get_one(Job, job_id)
+                for old in session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id)):
+                    services.storage.delete_tree(old.storage_prefix)
+                    session.delete(old)
+                session.flush()
+                checkpoint(session, services.storage, job, step + 1)
+        real(self, key, path)
+
+    monkeypatch.setattr(Storage, "get_to", get_to)
+    return read
+
+
+def test_what_was_copied_is_not_read_again_when_something_else_went(
+    services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = losing(services, fill(services), monkeypatch, times=backup.TRIES - 1)
+    hashed, real = list[str](), backup._sha256
+    monkeypatch.setattr(backup, "_sha256", lambda path: hashed.append(path.name) or real(path))  # type: ignore[func-returns-value]
+    assert backup.backup(services.settings, tmp_path / "backup") == backup.Report(6, 4 + 3 + 10 + 2 + 4)
+    others = [key for key in read if "/checkpoints/" not in key]
+    assert len(others) == len(set(others)) == 4
+    # Four objects, the two of the checkpoint that stayed, and the database.
+    assert len(hashed) == 4 + 2 + 1
+    assert "/checkpoints/" in read[0]
+
+
+def test_where_checkpoints_go_faster_than_they_are_copied_it_says_so(
+    services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losing(services, fill(services), monkeypatch, times=100)
+    with pytest.raises(Refused, match=r"faster than they are copied.*training\.keep_checkpoints"):
+        backup.backup(services.settings, tmp_path / "backup")
+
+
 @pytest.mark.parametrize("harm", ["gone", "changed"])
 def test_content_that_stays_missing_or_wrong_is_named_and_no_backup_is_made(
     services: Services, tmp_path: Path, harm: str
@@ -169,7 +211,7 @@ def test_a_restoration_overwrites_no_database(services: Services, tmp_path: Path
     assert rows(services.db) == before
 
 
-@pytest.mark.parametrize("harm", ["an object", "backup.json", "a cut", "the database"])
+@pytest.mark.parametrize("harm", ["an object", "backup.json", "a cut", "the database", "a bit of the database"])
 def test_a_damaged_backup_is_told_before_there_is_a_database(
     services: Services, elsewhere: Settings, tmp_path: Path, harm: str
 ) -> None:
@@ -186,14 +228,38 @@ def test_a_damaged_backup_is_told_before_there_is_a_database(
         case "the database":
             for name in (SQLITE, POSTGRESQL):
                 (folder / name).unlink(missing_ok=True)
+        case "a bit of the database":
+            (kept,) = (folder / name for name in (SQLITE, POSTGRESQL) if (folder / name).exists())
+            content = bytearray(kept.read_bytes())
+            content[len(content) // 2] ^= 1
+            kept.write_bytes(content)
     with pytest.raises(Refused, match=r"damaged|no backup|missing|no database"):
         backup.restore(elsewhere, folder)
     if elsewhere.database_url is None:
         assert not (elsewhere.data_dir / "trainshed.db").exists()
+    if harm == "a bit of the database":
+        assert not elsewhere.data_dir.exists()
+
+
+def test_a_database_may_be_restored_into_a_folder_that_is_new(services: Services, tmp_path: Path) -> None:
+    if not services.settings.database.startswith("sqlite"):
+        pytest.skip("PostgreSQL's databases lie in no folder of ours")
+    fill(services)
+    backup.backup(services.settings, tmp_path / "backup")
+    target = tmp_path / "new" / "folder" / "trainshed.db"
+    backup.restore(Settings(data_dir=tmp_path / "data", database_url=f"sqlite:///{target}"), tmp_path / "backup")
+    assert target.is_file()
+    (tmp_path / "file").write_text("x")
+    where = Settings(data_dir=tmp_path / "other", database_url=f"sqlite:///{tmp_path}/file/trainshed.db")
+    with pytest.raises(Refused, match="is DATABASE_URL right"):
+        backup.restore(where, tmp_path / "backup")
+    assert list(open_storage(where.storage).list("files")) == []
 
 
 def test_a_backup_is_its_owners_alone_and_tells_no_password(services: Services, tmp_path: Path) -> None:
     fill(services)
+    # Also one that was there, open to all.
+    (tmp_path / "backup").mkdir(mode=0o755)
     backup.backup(services.settings, tmp_path / "backup")
     assert (tmp_path / "backup").stat().st_mode & 0o077 == 0
     with services.db.reading() as session:
