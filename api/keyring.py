@@ -1,4 +1,4 @@
-"""Keys that hold long answers open: whether they still open anything is looked at every so often, for all at once."""
+"""Keys, and visits of browsers, that hold long answers open: whether they still do is looked at, for all at once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ import anyio
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from core import keys
+from core import keys, visits
 from core.errors import InvalidKey
 from core.services import Services
 
 log = structlog.get_logger()
 
 LOOK_SECONDS = 2.0
-"""How long an answer outlives its key, at most."""
+"""How long an answer outlives its key or visit, at most."""
+
+
+Opened = tuple[str, str | None]
+"""What opened an answer: the id of a key and, where a browser asked that had signed in with it, of its visit."""
 
 
 @dataclass
@@ -41,13 +45,14 @@ class Keyring:
         self._services = services
         self._spawn = spawn
         self._on_closed = on_closed
-        self._held: dict[str, _Held] = {}
+        self._held: dict[Opened, _Held] = {}
         self._is_looking = False
 
     @contextmanager
-    def holding(self, key_id: str) -> Iterator[asyncio.Event]:
-        """While an answer to this key is on its way; the event is set soon after the key was closed."""
-        held = self._held.setdefault(key_id, _Held())
+    def holding(self, key_id: str, visit_id: str | None = None) -> Iterator[asyncio.Event]:
+        """While an answer to this key is on its way; the event is set soon after the key was closed, or the visit."""
+        by = key_id, visit_id
+        held = self._held.setdefault(by, _Held())
         held.answers += 1
         if not self._is_looking:
             self._is_looking = True
@@ -56,8 +61,8 @@ class Keyring:
             yield held.closed
         finally:
             held.answers -= 1
-            if not held.answers and self._held.get(key_id) is held:
-                del self._held[key_id]
+            if not held.answers and self._held.get(by) is held:
+                del self._held[by]
 
     async def closes(self, key_id: str) -> NoReturn:
         """Raise InvalidKey soon after the key was closed."""
@@ -81,12 +86,14 @@ class Keyring:
         except SQLAlchemyError as error:
             log.warning("keys can't be looked at, trying again", error=str(error))
             return
-        for key_id in closed:
-            if held := self._held.pop(key_id, None):
+        for by in closed:
+            if held := self._held.pop(by, None):
                 held.closed.set()
         if closed:
             self._on_closed()
 
-    def _closed(self, key_ids: list[str]) -> set[str]:
+    def _closed(self, held: list[Opened]) -> set[Opened]:
         with self._services.db.reading() as session:
-            return keys.closed(session, key_ids)
+            closed = keys.closed(session, {key_id for key_id, _ in held})
+            over = visits.closed(session, {visit_id for _, visit_id in held if visit_id is not None})
+        return {(key_id, visit_id) for key_id, visit_id in held if key_id in closed or visit_id in over}

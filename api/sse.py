@@ -185,13 +185,15 @@ class Streams:
         self.tasks: set[asyncio.Task[None]] = set()
         self.keyring = Keyring(services, self.spawn, self._wake_all)
 
-    async def listen(self, job_id: str, *, after: int, key_id: str) -> AsyncIterator[bytes]:
-        """Frames of everything after `after`, in order, each once, until the job has ended or the key is closed."""
+    async def listen(
+        self, job_id: str, *, after: int, key_id: str, visit_id: str | None = None
+    ) -> AsyncIterator[bytes]:
+        """Frames of everything after `after`, in order, each once, until the job has ended or the caller's time has."""
         reader = self._join(job_id)
         try:
-            with self.keyring.holding(key_id) as key_closed:
+            with self.keyring.holding(key_id, visit_id) as is_over:
                 yield PING
-                while not (self.closed.is_set() or key_closed.is_set()):
+                while not (self.closed.is_set() or is_over.is_set()):
                     changed = reader.changed
                     frames = reader.frames(after)
                     if frames is None:

@@ -35,6 +35,8 @@ class Account:
     project_id: str
     key_id: str
     scopes: frozenset[str]
+    visit_id: str | None = None
+    """Of a browser that signed in with the key; None of who sends the key itself."""
 
     @property
     def manages_organization(self) -> bool:

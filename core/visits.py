@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from core import audit, keys
+from core.db import lock
 from core.errors import InvalidKey
 from core.keys import Account
 from core.models import ApiKey, Visit, database_now, new_id
@@ -26,6 +28,8 @@ MOST_OF_A_KEY = 100
 
 def begin(session: Session, owner: Account) -> tuple[Visit, str]:
     """A visit in the name of the owner's key, and its token, which can't be had again."""
+    # Two that end the same oldest ones would each wait for the other, or end too few.
+    lock(session, f"visits {owner.key_id}")
     token = secrets.token_urlsafe(32)
     visit = Visit(id=new_id("visit"), key_id=owner.key_id, digest=_digest(token), expires_at=0.0)
     session.add(visit)
@@ -53,6 +57,12 @@ def end(session: Session, token: str) -> Visit:
     return visit
 
 
+def closed(session: Session, visit_ids: Collection[str]) -> set[str]:
+    """Which of these are over."""
+    still = select(Visit.id).where(Visit.id.in_(visit_ids), Visit.expires_at > database_now())
+    return set(visit_ids) - set(session.scalars(still)) if visit_ids else set()
+
+
 def forget(session: Session) -> None:
     """Let go of those that are over."""
     session.execute(delete(Visit).where(Visit.expires_at < database_now()))
@@ -68,7 +78,8 @@ def _open(session: Session, token: str) -> tuple[Visit, Account]:
     if found is None or not hmac.compare_digest(found.Visit.digest, _digest(secret)):
         raise InvalidKey("This browser is not signed in here any more: sign in again with `POST /v1/visits`.")
     key = found.ApiKey
-    return found.Visit, Account(project_id=key.project_id, key_id=key.id, scopes=frozenset({"read"}))
+    scopes = frozenset({"read"})
+    return found.Visit, Account(key.project_id, key.id, scopes, visit_id=found.Visit.id)
 
 
 def _digest(token: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from http.cookies import SimpleCookie
+from itertools import takewhile
 
 import httpx
 import pytest
 from sqlalchemy import update
 
+from api import keyring
 from core import visits
 from core.models import Visit, database_now
 from tests.api import driving
@@ -68,6 +70,32 @@ def test_a_visit_ends_when_it_is_signed_out_when_its_time_is_over_and_with_its_k
     assert (status(late), status(last)) == (401, 200)
     http.delete(f"/v1/keys/key-{key.split('_')[1]}")
     assert status(last) == 401
+
+
+@pytest.mark.parametrize("way", ["signed out", "time is over"])
+def test_a_stream_that_a_visit_opened_ends_with_it_and_others_of_its_key_go_on(live, http, token, monkeypatch, way):
+    monkeypatch.setattr(keyring, "LOOK_SECONDS", 0.05)
+    job = driving.submit(http)["id"]
+    path, cookie = f"/v1/jobs/{job}/stream", {"cookie": f"{COOKIE}={token}"}
+    with (
+        live.http(None) as browser,
+        browser.stream("GET", path, headers=cookie) as opened,
+        http.stream("GET", path) as other,
+    ):
+        heard = opened.iter_raw()
+        next(heard)
+        if way == "signed out":
+            assert with_cookie(live, token, "DELETE", "/v1/visits").status_code == 200
+        else:
+            with live.services.db.session() as session:
+                mine = Visit.id == token.split(".")[0]
+                session.execute(update(Visit).where(mine).values(expires_at=database_now() - 1))
+        # One that goes on says so every so often.
+        rest = list(takewhile(lambda chunk: not chunk.startswith(b":"), heard))
+        assert opened.is_closed
+        assert not any(b"event: done" in chunk for chunk in rest)
+        http.post(f"/v1/jobs/{job}/cancel")
+        assert b"event: done" in b"".join(other.iter_raw())
 
 
 @pytest.mark.parametrize("wrong", ["", "x", "visit-1.x", "\u00ff"])

@@ -13,11 +13,11 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core import events, files, jobs, keys, metrics, plans, scheduler, webhooks
+from core import events, files, jobs, keys, metrics, plans, scheduler, visits, webhooks
 from core.db import Database
 from core.errors import InvalidMove, InvalidSpec
 from core.keys import Account
-from core.models import ApiKey, Job, JobEvent, Model, Slot, WebhookDelivery
+from core.models import ApiKey, Job, JobEvent, Model, Slot, Visit, WebhookDelivery
 from core.settings import Settings
 from core.states import JobState
 from core.storage import Storage
@@ -43,6 +43,27 @@ def at_once(database: Database, *actors: Callable[[Session], T]) -> list[T | Bas
     with ThreadPoolExecutor(len(actors)) as pool:
         running = [pool.submit(act, actor) for actor in actors]
         return [future.exception(timeout=60) or future.result() for future in running]
+
+
+def test_of_browsers_that_sign_in_at_once_with_one_key_as_many_are_kept_as_may_be(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visits, "MOST_OF_A_KEY", 2)
+    with database.session() as session:
+        key, secret = keys.create(session, make.project(session).id, name="k", scopes=["read"])
+        owner = keys.authenticate(session, secret)
+
+    def sign_in(session: Session) -> str:
+        # So often that all transactions are open at once.
+        for _ in range(4):
+            visits.begin(session, owner)
+        return visits.begin(session, owner)[0].id
+
+    begun = at_once(database, *[sign_in] * 6)
+    with database.reading() as session:
+        left = set(session.scalars(select(Visit.id).where(Visit.key_id == key.id)))
+    assert [type(one) for one in begun] == [str] * 6
+    assert len(left) == 2
 
 
 def test_of_five_deliveries_one_claims(database: Database) -> None:
