@@ -134,8 +134,11 @@ def resolved(session: Session, owner: Account, spec: JobSpec, settings: Settings
     return _resolved(session, spec, _needed(session, owner, spec, settings))
 
 
-def _resolved(session: Session, spec: JobSpec, needed: _Needed) -> Resolution:
-    return resolve(spec, base=needed.base, files=needed.files, cluster=nodes.cluster(session), now=datetime.now(UTC))
+def _resolved(
+    session: Session, spec: JobSpec, needed: _Needed, *, device: Literal["cpu", "cuda"] | None = None
+) -> Resolution:
+    cluster = nodes.cluster(session, device=device)
+    return resolve(spec, base=needed.base, files=needed.files, cluster=cluster, now=datetime.now(UTC))
 
 
 def _needed(session: Session, owner: Account, spec: JobSpec, settings: Settings) -> _Needed:
@@ -247,12 +250,27 @@ def pause(session: Session, owner: Account, job_id: str) -> Job:
 
 
 def resume(
-    session: Session, owner: Account, job_id: str, layout: LayoutAsk | None = None, *, settings: Settings | None = None
+    session: Session,
+    owner: Account,
+    job_id: str,
+    layout: LayoutAsk | None = None,
+    *,
+    settings: Settings | None = None,
+    reading: Session | None = None,
 ) -> Job:
     """Queue a paused job again; it goes on from its newest checkpoint, in another `layout` if one is given.
 
-    With a layout, `settings` are needed to resolve it. Raises InvalidSpec where it can't be.
+    With a layout, `settings` are needed to resolve it, which is done as in `create`. Raises InvalidSpec where it can't
+    be.
     """
+    looking = session if reading is None else reading
+    laid_out = None
+    if layout is not None and settings is not None:
+        laid_out = _laid_out(looking, owner, get(looking, owner, job_id), layout, settings=settings)
+        if reading is not None:
+            reading.rollback()
+    # In the order of who archives a project and then ends its jobs.
+    projects.active(session, owner, owner.project_id)
     job = _locked(session, job_id, Job.project_id == owner.project_id)
     spec = JobSpec.model_validate(job.spec)
     wished = layout.on(spec) if layout is not None else spec
@@ -262,19 +280,56 @@ def resume(
         return job
     if job.state is not S.PAUSED:
         raise InvalidMove(f"The job {_words(job.state)}; only a paused one can be resumed.")
-    projects.active(session, owner, owner.project_id)
     if wished != spec and settings is not None:
-        _lay_out(session, owner, job, wished, settings=settings)
+        if laid_out is None or (job.spec, job.run_config) != laid_out.of:
+            raise InvalidMove("The job was changed at the same moment; look at it, and resume it again.")
+        _lay_out(session, job, laid_out)
     audit.record(session, owner, "job.resumed", job_id)
     return _move(session, job_id, S.QUEUED, [], message="resumed", losses=0, retry_at=None)
 
 
-def _lay_out(session: Session, owner: Account, job: Job, spec: JobSpec, *, settings: Settings) -> None:
-    """Let the job's next attempt have the layout of `spec`, and all else as it was."""
+@dataclass(frozen=True)
+class _LaidOut:
+    """A paused job in another layout."""
+
+    of: tuple[dict[str, Any], dict[str, Any]]
+    """What was asked for, and the run, as they were."""
+    spec: JobSpec
+    resolution: Resolution
+
+
+def _laid_out(session: Session, owner: Account, job: Job, layout: LayoutAsk, *, settings: Settings) -> _LaidOut | None:
+    """What the run would be made of anew in this layout, on the device and in the precision that it has begun with.
+
+    None where that is not to be found out: the job is not paused, or its layout is this one.
+    """
+    spec = JobSpec.model_validate(job.spec)
+    wished = layout.on(spec)
+    if job.state is not S.PAUSED or wished == spec:
+        return None
     before = RunConfig.model_validate(job.run_config)
-    # What it would be made of anew, in this layout; but the run is the one that has begun.
-    training = spec.training.model_copy(update={"global_batch": before.training.global_batch})
-    resolution = resolved(session, owner, spec.model_copy(update={"training": training}), settings)
+    begun = {"global_batch": before.training.global_batch, "precision": before.training.precision}
+    asked = wished.model_copy(update={"training": wished.training.model_copy(update=begun)})
+    try:
+        needed = _needed(session, owner, asked, settings)
+        resolution = _resolved(session, asked, needed, device=before.device)
+    except InvalidSpec as error:
+        if error.param != "training.global_batch":
+            raise
+        # It stays what it was, so that what can be changed is to blame.
+        why = error.message.removeprefix("training.global_batch: ").partition(";")[0]
+        raise InvalidSpec(
+            f"parallel: {why}, and a job that has begun keeps its batch; choose a layout whose data ranks share it "
+            "evenly",
+            param="parallel",
+        ) from error
+    return _LaidOut((job.spec, job.run_config), wished, resolution)
+
+
+def _lay_out(session: Session, job: Job, laid_out: _LaidOut) -> None:
+    """Let the job's next attempt have this layout, and all else as it was."""
+    before = RunConfig.model_validate(job.run_config)
+    resolution = laid_out.resolution
     run = resolution.run
     same = {"micro_batch": run.training.micro_batch}
     after = before.model_copy(
@@ -286,7 +341,7 @@ def _lay_out(session: Session, owner: Account, job: Job, spec: JobSpec, *, setti
     )
     after = RunConfig.model_validate(after.model_dump())
     was, now = (config.parallel.model_dump(mode="json") for config in (before, after))
-    job.spec = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    job.spec = laid_out.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
     job.run_config, job.plan, job.slots = after.model_dump(mode="json"), resolution.plan, resolution.slots
     changed = ", ".join(f"{axis} {value}" for axis, value in now.items() if was[axis] != value)
     history.add(
@@ -299,27 +354,43 @@ def _lay_out(session: Session, owner: Account, job: Job, spec: JobSpec, *, setti
     session.flush()
 
 
-def retry(session: Session, owner: Account, job_id: str, *, settings: Settings) -> Job:
+def retry(session: Session, owner: Account, job_id: str, *, settings: Settings, reading: Session | None = None) -> Job:
     """Queue a job again that failed or was cancelled, for a new attempt from its newest checkpoint, if it has one.
 
-    Asking twice is fine. InvalidMove where something that the job needs was deleted meanwhile.
+    Asking twice is fine. InvalidMove where something that the job needs was deleted meanwhile. What it needs is looked
+    up as in `create`.
     """
+    looking = session if reading is None else reading
+    found = get(looking, owner, job_id)
+    spec, needed = JobSpec.model_validate(found.spec), None
+    if found.state in RETRIABLE:
+        try:
+            needed = _needed(looking, owner, spec, settings)
+        except DomainError as error:
+            raise _can_not_be_retried(error) from error
+    if reading is not None:
+        reading.rollback()
+    projects.active(session, owner, owner.project_id)
     job = _locked(session, job_id, Job.project_id == owner.project_id)
     if job.state in UNDER_WAY:
         return job
     if job.state not in RETRIABLE:
         advice = "; resume it instead" if job.state is S.PAUSED else ""
         raise InvalidMove(f"The job {_words(job.state)}; only one that failed or was cancelled can be retried{advice}.")
-    projects.active(session, owner, owner.project_id)
+    if needed is None:
+        raise InvalidMove("The job has ended at this moment; look at it, and retry it again.")
     try:
-        spec = JobSpec.model_validate(job.spec)
-        _keep(session, owner, spec, _needed(session, owner, spec, settings), settings)
+        _keep(session, owner, spec, needed, settings)
     except DomainError as error:
-        raise InvalidMove(
-            f"The job can't be retried, for what it needs is not there any more: {error.message} Submit a new one."
-        ) from error
+        raise _can_not_be_retried(error) from error
     audit.record(session, owner, "job.retried", job_id)
     return _move(session, job_id, S.QUEUED, [], message="retried", losses=0, retry_at=None)
+
+
+def _can_not_be_retried(why: DomainError) -> InvalidMove:
+    return InvalidMove(
+        f"The job can't be retried, for what it needs is not there any more: {why.message} Submit a new one."
+    )
 
 
 def change(session: Session, owner: Account, job_id: str, wish: JobChange) -> Job:
@@ -383,6 +454,8 @@ def _uncancelled(project_id: str | InstrumentedAttribute[str]) -> Select[str]:
 
 def pause_spent(session: Session) -> list[Job]:
     """Pause, after a checkpoint, what runs in projects whose GPU-hours are used up."""
+    # The scheduler locks jobs in another order.
+    lock(session, SCHEDULING)
     running = select(Job.id).where(Job.project_id.in_(quotas.spent(session)), Job.state.in_({S.STARTING, S.RUNNING}))
     paused = []
     for job_id in session.scalars(running.order_by(Job.id)).all():
@@ -574,24 +647,31 @@ def claim(session: Session, job_id: str, holder: str, lease: timedelta, *, node:
     return job
 
 
-def refit(session: Session, job: Job, *, settings: Settings) -> Job:
+def refit(session: Session, job: Job, *, settings: Settings, reading: Session | None = None) -> Job:
     """Resolve a job anew that was made before any host offered GPUs, and whose first attempt was given some.
 
     Its precision may change with that, so a job that has trained already stays as it is. It fails where its host's
-    memory can't hold it.
+    memory can't hold it. What it needs is looked up as in `create`; InvalidMove where the attempt was replaced since.
     """
-    node = session.get_one(Node, job.node)
+    looking = session if reading is None else reading
+    node = looking.get_one(Node, job.node)
     if job.attempt > 1 or node.device == job.run_config["device"]:
         return job
     owner = Account(project_id=job.project_id, key_id="", scopes=frozenset())
+    found: Resolution | DomainError
     try:
-        resolution = resolved(session, owner, JobSpec.model_validate(job.spec), settings)
+        found = resolved(looking, owner, JobSpec.model_validate(job.spec), settings)
     except DomainError as error:
+        found = error
+    if reading is not None:
+        reading.rollback()
+    if isinstance(found, DomainError):
         # What it starts from may be gone or damaged by now: to give the claim back would be to try for ever.
-        code: ErrorCode = "out_of_memory" if isinstance(error, InvalidSpec) else "invalid_model"
-        why = failure(code, error.message, param=error.param)
+        code: ErrorCode = "out_of_memory" if isinstance(found, InvalidSpec) else "invalid_model"
+        why = failure(code, found.message, param=found.param)
         return move(session, job.id, S.FAILED, fence=job.attempt, error=why)
-    job.run_config, job.plan = resolution.run.model_dump(mode="json"), resolution.plan
+    job = held(session, job.id, fence=job.attempt)
+    job.run_config, job.plan = found.run.model_dump(mode="json"), found.plan
     session.flush()
     return job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, and_, delete, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -157,14 +157,18 @@ def in_words(resting: Sequence[str]) -> str:
     return f"{who} did not start the last jobs and rests: see what its node and worker say, and start them again"
 
 
-def cluster(session: Session) -> ClusterFacts:
-    """What a job may count on. Hosts that are down for the moment count too; those that offer GPUs come first."""
+def cluster(session: Session, *, device: Literal["cpu", "cuda"] | None = None) -> ClusterFacts:
+    """What a job may count on, of this `device` if one is said. Hosts that are down for the moment count too.
+
+    Otherwise those that offer GPUs come first.
+    """
     known = directly(session, _OFFERS).all()
-    device = "cuda" if any(node.device == "cuda" for node in known) else "cpu"
+    if device is None:
+        device = "cuda" if any(node.device == "cuda" for node in known) else "cpu"
     usable = [node for node in known if node.device == device]
     memories = [node.slot_memory_bytes for node in usable]
     return ClusterFacts(
-        device="cuda" if device == "cuda" else "cpu",
+        device=device,
         largest_node=max((node.num_slots for node in usable), default=None),
         slot_memory_bytes=max((memory for memory in memories if memory is not None), default=None)
         if None not in memories

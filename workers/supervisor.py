@@ -11,6 +11,8 @@ import structlog
 
 from core import jobs
 from core import log as logging
+from core.errors import InvalidMove
+from core.models import Job
 from core.services import Services
 from core.settings import Settings
 from core.states import TERMINAL
@@ -45,16 +47,31 @@ def supervise(services: Services, job_id: str, *, launcher: Launcher, orders: Or
     claimed_at = monotonic()
     with services.db.session() as session:
         job = jobs.claim(session, job_id, holder, services.settings.lease, node=node)
-        if job is not None:
-            job = jobs.refit(session, job, settings=services.settings)
-    if job is None or job.state in TERMINAL:
+    if job is None:
         log.info("nothing to run", job=job_id)
         return None
     with structlog.contextvars.bound_contextvars(job=job_id, attempt=job.attempt):
         log.info("attempt claimed", holder=holder)
-        mirror.start(services.settings, job)
         with Lease(services, job, orders, claimed_at=claimed_at) as lease:
-            return Attempt(services, job, launcher=launcher, orders=orders, lease=lease).run()
+            fit = fitted(services, job)
+            if fit is None:
+                return None
+            mirror.start(services.settings, fit)
+            return Attempt(services, fit, launcher=launcher, orders=orders, lease=lease).run()
+
+
+def fitted(services: Services, job: Job) -> Job | None:
+    """The job as it runs on this host; None where it can't, or was taken back before that was known."""
+    try:
+        with services.db.session() as session, services.db.reading() as reading:
+            job = jobs.refit(session, job, settings=services.settings, reading=reading)
+    except InvalidMove as refusal:
+        log.info("nothing to run any more", reason=str(refusal))
+        return None
+    if job.state in TERMINAL:
+        log.info("nothing to run", state=job.state.value)
+        return None
+    return job
 
 
 if __name__ == "__main__":

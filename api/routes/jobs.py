@@ -113,6 +113,7 @@ def resume(
     job_id: JobId,
     owner: SubmitterDep,
     session: SessionDep,
+    reading: ReadingDep,
     services: ServicesDep,
     layout: Annotated[
         LayoutAsk | None, Body(description="Another layout to go on in; without a body it stays.")
@@ -122,17 +123,20 @@ def resume(
 
     Checkpoints load in any layout: a job that was paused on two GPUs goes on with one, or in a pipeline.
     """
-    return shown(session, jobs.resume(session, owner, job_id, layout, settings=services.settings))
+    job = jobs.resume(session, owner, job_id, layout, settings=services.settings, reading=reading)
+    return shown(session, job)
 
 
 @router.post("/{job_id}/retry", responses=errors(NotFound, InvalidMove, Forbidden))
-def retry(job_id: JobId, owner: SubmitterDep, session: SessionDep, services: ServicesDep) -> JobOut:
+def retry(
+    job_id: JobId, owner: SubmitterDep, session: SessionDep, reading: ReadingDep, services: ServicesDep
+) -> JobOut:
     """Retry a job that failed or was cancelled: the same job goes on from its newest checkpoint, or from the start.
 
     Its error is cleared and its losses count anew. Asking twice is fine, one that is under way stays as it is. One that
     succeeded, or whose files or base are gone, can't be retried.
     """
-    return shown(session, jobs.retry(session, owner, job_id, settings=services.settings))
+    return shown(session, jobs.retry(session, owner, job_id, settings=services.settings, reading=reading))
 
 
 @router.patch("/{job_id}", responses=errors(NotFound, InvalidSpec, Forbidden))

@@ -17,7 +17,7 @@ from core.failures import failure
 from core.keys import Account
 from core.models import Job, Project, Slot
 from core.settings import Settings
-from core.spec import MOST_LABELS, JobChange
+from core.spec import MOST_LABELS, JobChange, LayoutAsk
 from core.states import HELD, MOVES, TERMINAL, UNDER_WAY, JobState
 from core.storage import Storage
 from core.tries import RETRY_WINDOW, Try
@@ -383,6 +383,22 @@ def test_a_job_made_before_any_host_was_there_fits_the_first_that_takes_it(
     assert claimed is not None
     run = jobs.refit(session, claimed, settings=tmp_settings).run_config
     assert (run["device"], run["training"]["precision"]) == becomes
+
+
+def test_another_layout_is_chosen_for_the_device_and_the_precision_that_a_job_began_with(
+    session: Session, owner: Account, tmp_settings: Settings
+) -> None:
+    make.file(session)
+    job, two = (
+        jobs.create(session, owner, make.spec(parallel={"tensor": tensor}), settings=tmp_settings) for tensor in (1, 2)
+    )
+    jobs.pause(session, owner, job.id)
+    make.node(session, "gpus", device="cuda", num_slots=8, slot_peak_flops=1e15)
+    made = jobs.create(session, owner, make.spec(parallel={"tensor": 2}), settings=tmp_settings)
+    layout = LayoutAsk.model_validate({"parallel": {"tensor": 2}})
+    resumed = jobs.resume(session, owner, job.id, layout, settings=tmp_settings)
+    assert resumed.run_config | {"data": None} == two.run_config | {"data": None}
+    assert resumed.plan == two.plan != made.plan
 
 
 def test_a_job_that_has_had_an_attempt_keeps_its_numbers(session: Session, tmp_settings: Settings) -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from threading import Barrier
 from typing import TypeVar
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from core import events, files, jobs, keys, metrics, plans, scheduler, visits, webhooks
-from core.db import Database
-from core.errors import InvalidMove, InvalidSpec
+from core import events, files, jobs, keys, metrics, plans, projects, scheduler, visits, webhooks
+from core.db import SCHEDULING, Database
+from core.errors import InvalidMove, InvalidRequest, InvalidSpec, NotFound
 from core.keys import Account
 from core.models import ApiKey, Job, JobEvent, Model, Slot, Visit, WebhookDelivery
 from core.settings import Settings
+from core.spec import LayoutAsk
 from core.states import JobState
 from core.storage import Storage
 from core.tries import Try
@@ -228,6 +230,72 @@ def test_what_is_refused_is_refused_without_waiting_for_a_writer(
             jobs.create(session, owner, spec, settings=settings, reading=reading)
         with database.reading() as reading:
             assert plans.plan(reading, owner, make.spec(), settings=settings).resolution.slots == 1
+
+
+def test_what_a_job_needs_is_looked_up_without_waiting_for_a_writer(
+    database: Database, owner: Account, settings: Settings
+) -> None:
+    with database.session() as session:
+        paused, failed = make.job(session, state=S.PAUSED).id, make.job(session, state=S.FAILED).id
+    layout = LayoutAsk.model_validate({"parallel": {"tensor": 3}})
+    with database.session() as writer:
+        writer.execute(select(Job).with_for_update())
+        with database.session() as session, database.reading() as reading, pytest.raises(NotFound, match=make.FILE_ID):
+            jobs.resume(session, owner, paused, layout, settings=settings, reading=reading)
+        with database.session() as session, database.reading() as reading, pytest.raises(InvalidMove, match="retried"):
+            jobs.retry(session, owner, failed, settings=settings, reading=reading)
+
+
+def test_a_layout_that_was_worked_out_for_another_run_is_not_taken(
+    database: Database, owner: Account, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with database.session() as session:
+        make.file(session)
+        job_id = jobs.create(session, owner, make.spec(), settings=settings).id
+        jobs.pause(session, owner, job_id)
+    active = projects.active
+
+    def late(session: Session, owner: Account, project_id: str) -> projects.Limits:
+        # After the look, before the lock: another request has resumed it in a layout, and paused it.
+        monkeypatch.undo()
+        job = jobs.find(session, job_id)
+        job.run_config = job.run_config | {"recompute": {"operations": ["mlp"]}}
+        session.flush()
+        return active(session, owner, project_id)
+
+    monkeypatch.setattr(projects, "active", late)
+    layout = LayoutAsk.model_validate({"parallel": {"tensor": 2}})
+    with database.session() as session, database.reading() as reading, pytest.raises(InvalidMove, match="same moment"):
+        jobs.resume(session, owner, job_id, layout, settings=settings, reading=reading)
+
+
+def test_archiving_a_project_while_its_jobs_are_resumed_and_retried_ends_well(
+    database: Database, owner: Account, settings: Settings
+) -> None:
+    other = replace(owner, project_id="proj-other", scopes=frozenset({"admin"}))
+    with database.session() as session:
+        make.project(session, "proj-other")
+        paused = [make.job(session, state=S.PAUSED, project_id="proj-other").id for _ in range(4)]
+
+    def archive(session: Session) -> None:
+        projects.archive(session, owner, "proj-other")
+        jobs.cancel_all(session, owner, "proj-other")
+
+    resumes = [lambda session, job_id=job_id: jobs.resume(session, other, job_id).state for job_id in paused]
+    archived, *others = at_once(database, archive, *resumes)
+    assert archived is None
+    assert all(one is S.QUEUED or isinstance(one, InvalidRequest) for one in others), others
+    with database.reading() as session:
+        assert {jobs.find(session, job_id).state for job_id in paused} == {S.CANCELLED}
+
+
+@pytest.mark.parametrize("kind", ["postgresql"])
+def test_pausing_what_is_spent_and_scheduling_take_turns(database: Database) -> None:
+    key = func.hashtextextended(SCHEDULING, 0)
+    with database.session() as session:
+        jobs.pause_spent(session)
+        with database.session() as scheduling:
+            assert not scheduling.scalar(select(func.pg_try_advisory_xact_lock(key)))
 
 
 def test_a_turn_to_write_is_given_back_however_a_transaction_ends(database: Database) -> None:

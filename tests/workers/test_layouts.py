@@ -124,6 +124,13 @@ def test_a_layout_is_for_a_paused_job_and_has_to_be_one(services: Services, owne
         five = LayoutAsk.model_validate({"parallel": {"tensor": 5}})
         with pytest.raises(InvalidSpec):
             jobs.resume(session, owner, job_id, five, settings=services.settings)
+        make.node(session, "larger", num_slots=4)
+        four = LayoutAsk.model_validate({"parallel": {"data": 4}})
+        with pytest.raises(InvalidSpec, match=r"multiple of .*=4, and a job that has begun keeps its batch") as refused:
+            jobs.resume(session, owner, job_id, four, settings=services.settings)
+        assert refused.value.param == "parallel"
+        # What this job can't use has no say, and it stays in the precision that it began with.
+        make.node(session, "gpus", device="cuda", slot_memory_bytes=1)
         job = jobs.resume(session, owner, job_id, two, settings=services.settings)
         assert (job.slots, job.spec["parallel"], job.run_config["parallel"]["tensor"]) == (2, {"tensor": 2}, 2)
         assert job.run_config["training"]["global_batch"] == 2
