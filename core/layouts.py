@@ -53,7 +53,8 @@ def described(facts: ClusterFacts, *, ranks: int) -> Cluster | None:
     share = max(1, size // ranks)
     device = cluster.device
     flops = {precision: rate * share for precision, rate in device.flops.items()}
-    return replace(cluster, device=replace(device, flops=flops, bandwidth=device.bandwidth * share))
+    # The memory is the host's, and what one slot reached of it was measured with nobody beside it.
+    return replace(cluster, device=replace(device, flops=flops))
 
 
 def step_of(run: RunConfig, shape: ModelShape, *, packed: bool = False) -> Step:

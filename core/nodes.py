@@ -133,6 +133,12 @@ def alive(session: Session) -> Sequence[Node]:
     return session.scalars(select(Node).where(*takes).order_by(Node.name)).all()
 
 
+def is_free(session: Session, name: str) -> bool:
+    """Whether no job has a slot of the host."""
+    held = select(Slot.job_id).where(Slot.node == name, Slot.job_id.is_not(None))
+    return session.scalars(held.limit(1)).first() is None
+
+
 def resting(session: Session) -> Sequence[Node]:
     """Hosts that would be given jobs if they had started those before, by name."""
     rest = (_lives(), Node.draining.is_(False), _rests())

@@ -1,6 +1,7 @@
 """How fast this host's slots really are: asked of the engine once, aside, and remembered beside the data.
 
-The engine measures, in a process of its own; what it found goes into the node's row, where plans find it.
+The engine measures, in a process of its own and while no job is here, which would halve what it finds for ever; what it
+found goes into the node's row, where plans find it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import structlog
@@ -22,6 +25,8 @@ log = structlog.get_logger(__name__)
 
 MOST_SECONDS = 120.0
 """Beginning takes far longer than measuring on a host that is busy."""
+LOOK_SECONDS = 30.0
+"""How often it is looked whether a host that is in use is free."""
 FILE = "calibration.json"
 
 
@@ -34,19 +39,28 @@ class Calibration:
         self.of = [settings.node_name, hardware.device, hardware.num_slots, hardware.slot_memory_bytes, cores()]
         """What the figures hold for."""
         self._process: subprocess.Popen[str] | None = None
-        self._stopped = False
+        self._stopped = Event()
 
-    def facts(self) -> dict[str, Any] | None:
-        """What the engine finds a slot to do, or found when it was asked before; None: it failed, or was stopped."""
+    def facts(self, is_free: Callable[[], bool]) -> dict[str, Any] | None:
+        """What the engine finds a slot to do, or found when it was asked before; None: it failed, or was stopped.
+
+        Waits until the host `is_free`. What was found while a job came is measured again.
+        """
         if (known := self._kept()) is not None:
             return known
-        facts = self._measured()
-        if facts is not None:
-            self._keep(facts)
-        return facts
+        while not self._stopped.is_set():
+            if is_free():
+                facts = self._measured()
+                if facts is None:
+                    return None
+                if is_free():
+                    self._keep(facts)
+                    return facts
+            self._stopped.wait(LOOK_SECONDS)
+        return None
 
     def stop(self) -> None:
-        self._stopped = True
+        self._stopped.set()
         if self._process is not None:
             self._process.kill()
 
@@ -68,7 +82,7 @@ class Calibration:
             )
             with self._process as process:
                 try:
-                    said, _ = process.communicate(timeout=0 if self._stopped else MOST_SECONDS)
+                    said, _ = process.communicate(timeout=0 if self._stopped.is_set() else MOST_SECONDS)
                 finally:
                     process.kill()
             return _checked(json.loads(said))

@@ -122,7 +122,7 @@ class Node:
         Thread(target=self.measure, name="calibrate", daemon=True).start()
 
     def measure(self) -> None:
-        rates = self.calibration.facts()
+        rates = self.calibration.facts(self.is_free)
         if rates is None:
             return
         self._rates = rates
@@ -133,6 +133,14 @@ class Node:
             pass  # it says so when it registers
         except SQLAlchemyError as error:
             log.warning("calibration not written", error=str(error))
+
+    def is_free(self) -> bool:
+        """Whether no job has a slot of this host."""
+        try:
+            with self.services.db.reading() as session:
+                return nodes.is_free(session, self.name)
+        except SQLAlchemyError:
+            return False
 
     def end_frozen(self) -> None:
         """Kill supervisors that have stood still for so long that somebody else has their job.

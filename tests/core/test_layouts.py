@@ -8,13 +8,14 @@ from itertools import pairwise
 
 import pytest
 
+from core import layouts
 from core.files import FileFacts
 from core.presets import PRESETS
 from core.resolve import ClusterFacts, resolve
 from core.spec import JobSpec
 from engine.config import ModelShape, Parallel, RunConfig
 from engine.plan import search, time
-from engine.plan.cluster import Cluster, Device, Link, described
+from engine.plan.cluster import Cluster, Device, Link, as_facts, described
 from engine.plan.recompute import Setting, cost
 from engine.plan.search import Found, Wishes
 from engine.plan.time import Layout, Step, Timer
@@ -241,6 +242,15 @@ def test_what_is_replayed_grows_in_bytes_freed_and_in_work() -> None:
         for less, more in pairwise(costs):
             assert (more.saved, -more.products) <= (less.saved, -less.products)
             assert more.saved < less.saved
+
+
+def test_a_rank_that_has_a_host_alone_has_all_cores_and_no_more_memory_bandwidth_than_was_measured() -> None:
+    slot = Device("cpu", {"fp32": 1e11}, bandwidth=1e10, efficiency=1.0, measured=True)
+    facts = ClusterFacts(largest_node=4, rates=as_facts(slot, Link(1e9)))
+    seen = [layouts.described(facts, ranks=ranks) for ranks in (1, 2, 4)]
+    devices = [cluster.device for cluster in seen if cluster is not None]
+    assert [device.flops["fp32"] for device in devices] == [4e11, 2e11, 1e11]
+    assert [device.bandwidth for device in devices] == [1e10] * 3
 
 
 def test_a_device_that_nobody_knows_is_refused_with_those_that_are_known() -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 
-from core import nodes
+import pytest
+
+from core import jobs, nodes
 from core.services import Services
 from engine.plan.cluster import from_facts
+from tests import make
+from workers import calibration as module
 from workers.calibration import FILE, Calibration
 from workers.hardware import Hardware, parse
 
@@ -16,7 +21,7 @@ SLOTS = Hardware("cpu", 2, slot_memory_bytes=2**30)
 
 def test_a_host_measures_once_and_plans_go_by_what_it_found(services: Services) -> None:
     calibration = Calibration(services.settings, SLOTS)
-    facts = calibration.facts()
+    facts = calibration.facts(lambda: True)
     assert facts is not None
     cluster = from_facts(facts, memory_bytes=2**30, node_size=2)
     device = cluster.device
@@ -28,7 +33,7 @@ def test_a_host_measures_once_and_plans_go_by_what_it_found(services: Services) 
     kept = services.settings.data_dir / FILE
     said = json.loads(kept.read_text())
     kept.write_text(json.dumps(said | {"facts": said["facts"] | {"bandwidth": 1.0}}))
-    again = calibration.facts()
+    again = calibration.facts(lambda: False)
     assert again is not None
     assert again["bandwidth"] == 1.0
     other = Calibration(services.settings, replace(SLOTS, num_slots=1))
@@ -38,6 +43,30 @@ def test_a_host_measures_once_and_plans_go_by_what_it_found(services: Services) 
     with services.db.reading() as session:
         known = nodes.cluster(session).rates
     assert known == facts
+
+
+def test_a_host_is_measured_while_no_job_is_there(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    with services.db.session() as session:
+        nodes.register(session, "here", device="cpu", num_slots=2)
+        assert nodes.is_free(session, "here")
+        job_id = make.job(session).id
+        jobs.place(session, job_id, "here", (1,), claim_within=timedelta(seconds=60))
+        assert not nodes.is_free(session, "here")
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+    host = Calibration(services.settings, SLOTS)
+    found = iter([{"bandwidth": 1.0}, {"bandwidth": 2.0}])
+    monkeypatch.setattr(host, "_measured", lambda: next(found))
+    # In use at first; then a job comes in the midst; then not.
+    free = iter([False, True, False, True, True])
+    assert host.facts(lambda: next(free)) == {"bandwidth": 2.0}
+    assert json.loads(host.cache.read_text())["facts"] == {"bandwidth": 2.0}
+    in_use = Calibration(services.settings, replace(SLOTS, num_slots=1))
+
+    def ask() -> bool:
+        in_use.stop()
+        return False
+
+    assert in_use.facts(ask) is None
 
 
 def test_a_damaged_cache_is_not_believed(services: Services) -> None:
