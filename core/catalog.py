@@ -110,7 +110,10 @@ def keep(session: Session, owner: Account, base: BaseFacts, *, models: Path, par
     with _blaming(param):
         model = known(session, owner, base.name, models=models)
         if model not in session:
-            # A checkpoint, which goes with its job.
+            # A checkpoint. Who removes it waits, and finds the job; who changes its row need not.
+            row = select(Checkpoint.id).where(Checkpoint.id == model.key).with_for_update(read=True, key_share=True)
+            if session.scalar(row) is None:
+                raise NotFound(f"The checkpoint {base.name} was just removed.")
             return
         shape = base.shape.model_dump(mode="json")
         is_stale = source_folder(model, models) is not None and model.shape != shape

@@ -94,11 +94,15 @@ def prune(services: Services, job_id: str, *, keep: int, spare: int | None = Non
     Steps beyond the newest's were gone back from: what is there of them is not kept for its age.
     """
     with services.db.session() as session:
-        started_from = set(session.scalars(select(Job.base_model).where(Job.state.not_in(TERMINAL))))
         listed = newest_first(session, job_id)
         on_the_way = [one for one in listed if one.step <= listed[0].step]
-        for old in [one for one in listed if one not in on_the_way[:keep]]:
-            if old.step != spare and old.id not in started_from:
+        going = [one for one in listed if one not in on_the_way[:keep] and one.step != spare]
+        # Locked first: a job that starts from one of them meanwhile either is seen below, or does not find it.
+        row = select(Checkpoint.id).where(Checkpoint.id.in_([old.id for old in going])).order_by(Checkpoint.id)
+        there = set(session.scalars(row.with_for_update()))
+        started_from = set(session.scalars(select(Job.base_model).where(Job.state.not_in(TERMINAL))))
+        for old in going:
+            if old.id in there - started_from:
                 session.delete(old)
                 _forget_later(session, services.storage, old.storage_prefix)
 

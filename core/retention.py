@@ -92,6 +92,8 @@ def _remove_checkpoint(services: Services, going: Going) -> bool:
     with services.db.session() as session:
         # The job first: whoever retries it waits, and then finds one checkpoint fewer.
         session.execute(select(Job.id).where(Job.id == going.owner).with_for_update())
+        # And itself, before it is asked who needs it: whoever will start from it or may use it waits, or is seen.
+        session.execute(select(Checkpoint.id).where(Checkpoint.id == going.id).with_for_update())
         query = select(Checkpoint).join(Job).where(Checkpoint.id == going.id, _NOBODY_NEEDS)
         if (checkpoint := session.scalars(query).one_or_none()) is None:
             return False

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import delete, select, text, update
 
-from core import events, retention, stays
-from core.keys import DEFAULT_PROJECT
+from core import catalog, checkpoints, events, retention, stays
+from core.errors import NotFound
+from core.keys import DEFAULT_PROJECT, Account
 from core.models import Checkpoint, CheckpointPermission, File, Job, JobEvent, database_now, new_id
+from core.resolve import BaseFacts
 from core.retention import LEFTOVERS, Tally
 from core.services import Services
 from core.settings import Settings
@@ -167,6 +171,62 @@ def test_a_checkpoint_that_somebody_came_to_need_after_it_was_chosen_stays(servi
         session.execute(update(Job).where(Job.id == job_id).values(state=JobState.QUEUED))
     assert not retention._remove_checkpoint(services, going)
     assert (checkpoints_of(services, job_id), len(keys(services))) == ([1], 2)
+
+
+def waits_or_is_done(services: Services, removing: Future[Any]) -> None:
+    """Returns once `removing` waits for a lock of somebody's transaction, or has come to an end without."""
+    if services.db.engine.dialect.name == "sqlite":
+        # A writer waits for the one before in any case.
+        return
+    waiting = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    deadline = time.monotonic() + 30
+    while not removing.done() and time.monotonic() < deadline:
+        with services.db.reading() as session:
+            if session.scalar(waiting):
+                return
+    assert removing.done()
+
+
+@pytest.mark.parametrize("by", ["the job that goes on", "its age"])
+def test_a_checkpoint_that_a_job_is_about_to_start_from_stays(services: Services, owner: Account, by: str) -> None:
+    job_id = ended(services, days=50, state=JobState.RUNNING if by == "the job that goes on" else JobState.FAILED)
+    started_from, _ = (checkpoint(services, job_id, step, days=50) for step in (1, 2))
+
+    found = retention._checkpoints(services, Stay(count=0), 0.0)
+    chosen = [each for each in found if each.id == started_from]
+
+    def remove() -> None:
+        if by == "its age":
+            assert not any([retention._remove_checkpoint(services, going) for going in chosen])
+        else:
+            checkpoints.prune(services, job_id, keep=1)
+
+    with ThreadPoolExecutor(1) as pool:
+        with services.db.session() as session:
+            base = BaseFacts(name=started_from, shape=make.shape())
+            catalog.keep(session, owner, base, models=services.settings.models)
+            removing = pool.submit(remove)
+            waits_or_is_done(services, removing)
+            make.job(session, base_model=started_from, kind="finetune")
+        removing.result(timeout=30)
+    assert len(chosen) == (by == "its age")
+    assert checkpoints_of(services, job_id) == [1, 2]
+
+
+def test_a_checkpoint_that_has_just_gone_is_no_base(
+    services: Services, owner: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = ended(services, days=50)
+    id_ = checkpoint(services, job_id, 1, days=50)
+    with services.db.session() as session:
+        found = catalog.get(session, owner, id_, models=services.settings.models)
+        session.execute(delete(Checkpoint).where(Checkpoint.id == id_))
+        # As another transaction does between the two statements.
+        monkeypatch.setattr(catalog, "known", lambda *_, **__: found)
+        with pytest.raises(NotFound, match="just removed"):
+            catalog.keep(session, owner, BaseFacts(id_, make.shape()), models=services.settings.models)
 
 
 def test_logs_go_by_the_age_of_their_job_and_by_attempts(services: Services) -> None:
