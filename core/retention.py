@@ -6,13 +6,15 @@ started from or another project may use, no file that an unfinished job names, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import ColumnElement, Text, and_, cast, delete, func, or_, select
+from sqlalchemy.orm import Session
 
 from core import files, joblogs
 from core.db import after_commit
@@ -20,6 +22,7 @@ from core.models import Artifact, Checkpoint, CheckpointPermission, File, Job, J
 from core.services import Services
 from core.states import TERMINAL
 from core.stays import Stay, over
+from core.storage import Stored
 
 LEFTOVERS = "leftovers"
 """Content of jobs that have ended which no row names: a process was killed between the two."""
@@ -28,6 +31,8 @@ KEPT_EVENTS = ("state", "changed")
 """Types of events that stay: what became of a job, and what people did to it."""
 ROWS_AT_ONCE = 1000
 """Of events, in one transaction."""
+OBJECTS_AT_ONCE = 1000
+"""Looked up at once, so that they are not all held in memory: there may be millions."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,11 @@ def sweep(services: Services, rules: Mapping[str, Stay], *, dry_run: bool = Fals
     tallies = {}
     for kind, stay in {**rules, LEFTOVERS: Stay()}.items():
         find, remove = _KINDS[kind]
-        gone = [going for going in find(services, stay, now) if dry_run or remove(services, going)]
-        tallies[kind] = Tally(*(sum(getattr(each, of) for each in gone) for of in ("things", "objects", "bytes")))
+        found, tally = iter(find(services, stay, now)), Tally()
+        while some := list(islice(found, files.AT_ONCE)):
+            for gone in some if dry_run else remove(services, some):
+                tally = Tally(tally.things + gone.things, tally.objects + gone.objects, tally.bytes + gone.bytes)
+        tallies[kind] = tally
     return tallies
 
 
@@ -196,36 +204,58 @@ def _files(services: Services, stay: Stay, now: float) -> Iterable[Going]:
     return over(things, stay, now)
 
 
-def _remove_file(services: Services, going: Going) -> bool:
+def _remove_files(services: Services, some: Sequence[Going]) -> Iterable[Going]:
     with services.db.session() as session:
-        return files.remove_unneeded(session, services.storage, going.id)
+        gone = files.remove_unneeded(session, services.storage, [going.id for going in some])
+    return [going for going in some if going.id in gone]
 
 
 # What no row names
 
 
 def _leftovers(services: Services, stay: Stay, now: float) -> Iterator[Going]:
-    ended = _ended(services)
-    with services.db.reading() as session:
-        prefixes = {f"{prefix}/" for prefix in session.scalars(select(Checkpoint.storage_prefix))}
-        keys = {*session.scalars(select(Artifact.storage_key)), *session.scalars(select(File.storage_key))}
-    sizes = {stored.key: stored.bytes for stored in services.storage.list("jobs")}
-    for key in services.storage.older("jobs", LEFT_AFTER):
-        job_id = key.split("/")[1]
+    old = (each for each in services.storage.older("jobs", LEFT_AFTER) if joblogs.whose(each.key) is None)
+    while some := list(islice(old, OBJECTS_AT_ONCE)):
+        with services.db.reading() as session:
+            unnamed = _unnamed(session, some)
+        for each in unnamed:
+            yield Going(_job_of(each), each.key, 0.0, 1, each.bytes, (each.key,))
+
+
+def _unnamed(session: Session, some: Sequence[Stored]) -> list[Stored]:
+    """Those of jobs that have ended which no row names."""
+    ids = {_job_of(each) for each in some}
+    ended = set(session.scalars(select(Job.id).where(Job.id.in_(ids), Job.state.in_(TERMINAL))))
+    prefixes = set(session.scalars(select(Checkpoint.storage_prefix).where(Checkpoint.job_id.in_(ended))))
+    artifacts = set(session.scalars(select(Artifact.storage_key).where(Artifact.job_id.in_(ended))))
+    left = {
+        each.key: each
+        for each in some
         # jobs/<job>/<attempt>/checkpoints/<step>/…
-        if job_id not in ended or key in keys or joblogs.whose(key) is not None:
-            continue
-        if "/".join(key.split("/")[:5]) + "/" not in prefixes:
-            yield Going(job_id, key, 0.0, 1, sizes.get(key, 0), (key,))
+        if _job_of(each) in ended and each.key not in artifacts and "/".join(each.key.split("/")[:5]) not in prefixes
+    }
+    # A job's files are few, and found by no index: asked for last.
+    named = set(session.scalars(select(File.storage_key).where(File.storage_key.in_(left)))) if left else ()
+    return [each for key, each in left.items() if key not in named]
 
 
-_KINDS: dict[
-    str, tuple[Callable[[Services, Stay, float], Iterable[Going]], Callable[[Services, Going], bool]]
-] = {
-    "checkpoints": (_checkpoints, _remove_checkpoint),
-    "logs": (_logs, _remove_objects),
-    "events": (_events, _remove_events),
-    "files": (_files, _remove_file),
-    LEFTOVERS: (_leftovers, _remove_objects),
-}  # fmt: skip
-"""What of a kind goes, and how it does; that says whether it did, as somebody may have come to need it."""
+def _job_of(stored: Stored) -> str:
+    return stored.key.split("/")[1]
+
+
+Find = Callable[[Services, Stay, float], Iterable[Going]]
+Remove = Callable[[Services, Sequence[Going]], Iterable[Going]]
+
+
+def _one_by_one(remove: Callable[[Services, Going], bool]) -> Remove:
+    return lambda services, some: [going for going in some if remove(services, going)]
+
+
+_KINDS: dict[str, tuple[Find, Remove]] = {
+    "checkpoints": (_checkpoints, _one_by_one(_remove_checkpoint)),
+    "logs": (_logs, _one_by_one(_remove_objects)),
+    "events": (_events, _one_by_one(_remove_events)),
+    "files": (_files, _remove_files),
+    LEFTOVERS: (_leftovers, _one_by_one(_remove_objects)),
+}
+"""What of a kind goes, and how some of it do; that says which did, as somebody may have come to need them."""

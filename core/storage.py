@@ -146,11 +146,11 @@ class Storage:
         for batch in obstore.list(self._store, prefix=_checked(prefix)):
             yield from (Stored(meta["path"], meta["size"]) for meta in batch)
 
-    def older(self, prefix: str, age: timedelta) -> Iterator[str]:
-        """The keys beneath `prefix` whose objects were put longer ago than this, in no order."""
+    def older(self, prefix: str, age: timedelta) -> Iterator[Stored]:
+        """The objects beneath `prefix` that were put longer ago than this, in no order."""
         latest = datetime.now(UTC) - age
         for batch in obstore.list(self._store, prefix=_checked(prefix)):
-            yield from (meta["path"] for meta in batch if meta["last_modified"] < latest)
+            yield from (Stored(meta["path"], meta["size"]) for meta in batch if meta["last_modified"] < latest)
 
     def delete(self, key: str) -> None:
         """Remove an object; one that isn't there is fine."""

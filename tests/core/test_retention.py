@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from sqlalchemy import delete, select, text, update
+from sqlalchemy.orm import Session
 
-from core import catalog, checkpoints, events, retention, stays
+from core import catalog, checkpoints, events, files, retention, stays
 from core.errors import NotFound
 from core.keys import DEFAULT_PROJECT, Account
-from core.models import Checkpoint, CheckpointPermission, File, Job, JobEvent, database_now, new_id
+from core.models import Artifact, Checkpoint, CheckpointPermission, File, Job, JobEvent, database_now, new_id
 from core.resolve import BaseFacts
 from core.retention import LEFTOVERS, Tally
 from core.services import Services
@@ -328,8 +329,27 @@ def test_a_file_that_a_job_came_to_need_after_it_was_chosen_stays(services: Serv
     (going,) = retention._files(services, Stay(count=0), 0.0)
     spec = make.spec(data={"train": [id_]}).model_dump(mode="json", by_alias=True, exclude_unset=True)
     ended(services, days=0, state=JobState.QUEUED, spec=spec)
-    assert not retention._remove_file(services, going)
+    assert retention._remove_files(services, [going]) == []
     assert files_there(services) == {id_}
+
+
+def test_what_jobs_need_is_read_once_for_many_files_that_go(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, *_ = (put_file(services, days=50) for _ in range(5))
+    spec = make.spec(data={"train": [kept]}).model_dump(mode="json", by_alias=True, exclude_unset=True)
+    ended(services, days=0, state=JobState.QUEUED, spec=spec)
+    asked, real = list[str](), files._needed
+
+    def needed(session: Session, project_id: str) -> dict[str, str]:
+        asked.append(project_id)
+        return real(session, project_id)
+
+    monkeypatch.setattr(files, "_needed", needed)
+    assert retention.sweep(services, parse("files.count=0"))["files"] == Tally(4, 4, 16)
+    assert files_there(services) == {kept}
+    # To find them, and as they go.
+    assert asked == [DEFAULT_PROJECT] * 2
 
 
 def test_content_of_an_ended_job_that_no_row_names_goes_after_a_day(
@@ -348,3 +368,25 @@ def test_content_of_an_ended_job_that_no_row_names_goes_after_a_day(
     assert retention.sweep(services, {})[LEFTOVERS] == Tally(things=2, objects=2, bytes=6)
     assert {key for key in keys(services) if key.startswith(f"jobs/{over_}/")} == before
     assert len([key for key in keys(services) if key.startswith(f"jobs/{going_on}/")]) == 2
+
+
+def test_content_that_rows_name_is_told_from_what_is_left_a_few_objects_at_a_time(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "LEFT_AFTER", timedelta(0))
+    monkeypatch.setattr(retention, "OBJECTS_AT_ONCE", 2)
+    job_id = ended(services, days=2)
+    for step in (1, 2):
+        checkpoint(services, job_id, step, days=2)
+    model, result = f"jobs/{job_id}/1/artifacts/model/config.json", f"jobs/{job_id}/1/results.csv"
+    with services.db.session() as session:
+        session.add(
+            Artifact(job_id=job_id, path="model/config.json", kind="model", bytes=2, sha256="", storage_key=model)
+        )
+        make.file(session, new_id("file"), purpose="fine-tune-results", storage_key=result)
+    named = keys(services) | {model, result}
+    left = [f"jobs/{job_id}/1/checkpoints/step-0000000{step}/half" for step in (3, 4, 5)]
+    for key in (model, result, *left):
+        services.storage.put_bytes(key, b"{}")
+    assert retention.sweep(services, {}) == {LEFTOVERS: Tally(things=3, objects=3, bytes=6)}
+    assert keys(services) == named
