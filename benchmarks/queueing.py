@@ -45,15 +45,26 @@ def main() -> None:
         began = time.process_time()
         with database.reading() as session:
             scheduler.estimate(session)
+        estimated = time.process_time() - began
+        planned = [foreseen(database) for _ in range(LOOKS)]
         found = {
             "a look, nothing starts": median(usual),
             "a look after a run has ended": median(starting),
             "a look at everyone": median(everyone),
             "the first look at them all": first,
-            "an estimate of the first in line": time.process_time() - began,
+            "an estimate of the first in line": estimated,
+            "what a plan says of the line": median(planned),
         }
     for name, spent in found.items():
         print(f"{name:34} {1000 * spent:7.1f} ms")  # noqa: T201
+
+
+def foreseen(database: Database) -> float:
+    """CPU seconds of what a plan asks of the line."""
+    began = time.process_time()
+    with database.reading() as session:
+        scheduler.foresee(session, needs=1, device="cpu", priority=0, project="p0")
+    return time.process_time() - began
 
 
 @contextmanager
