@@ -269,7 +269,7 @@ def test_a_layout_that_was_worked_out_for_another_run_is_not_taken(
         jobs.resume(session, owner, job_id, layout, settings=settings, reading=reading)
 
 
-def test_archiving_a_project_while_its_jobs_are_resumed_and_retried_ends_well(
+def test_archiving_a_project_while_its_jobs_are_resumed_ends_well(
     database: Database, owner: Account, settings: Settings
 ) -> None:
     other = replace(owner, project_id="proj-other", scopes=frozenset({"admin"}))
