@@ -14,11 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Select, func, or_, select
+from sqlalchemy import Select, bindparam, func, or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from core import audit
+from core.db import directly
 from core.errors import Forbidden, InUse, InvalidModel, InvalidRequest, InvalidSpec, NotFound
 from core.keys import Account
 from core.models import Checkpoint, CheckpointPermission, Job, Model
@@ -111,20 +112,26 @@ def keep(session: Session, owner: Account, base: BaseFacts, *, models: Path, par
         model = known(session, owner, base.name, models=models)
         if model not in session:
             # A checkpoint. Who removes it waits, and finds the job; who changes its row need not.
-            row = select(Checkpoint.id).where(Checkpoint.id == model.key).with_for_update(read=True, key_share=True)
-            if session.scalar(row) is None:
+            if directly(session, _KEPT_CHECKPOINT, {"key": model.key}).one_or_none() is None:
                 raise NotFound(f"The checkpoint {base.name} was just removed.")
             return
         shape = base.shape.model_dump(mode="json")
         is_stale = source_folder(model, models) is not None and model.shape != shape
         # Who deletes it waits, and finds the job. Who will write locks for that at once: two that first shared the row
         # would wait for each other.
-        row = select(Model.key).where(Model.key == model.key).with_for_update(read=not is_stale)
-        if session.scalar(row) is None:
+        row = _TO_BE_WRITTEN if is_stale else _KEPT
+        if directly(session, row, {"key": model.key}).one_or_none() is None:
             raise NotFound(f"The model {base.name!r} was just deleted.")
         if is_stale:
             model.shape = shape
             session.flush()
+
+
+_ROW = select(Model.key).where(Model.key == bindparam("key"))
+_KEPT, _TO_BE_WRITTEN = _ROW.with_for_update(read=True), _ROW.with_for_update()
+_KEPT_CHECKPOINT = (
+    select(Checkpoint.id).where(Checkpoint.id == bindparam("key")).with_for_update(read=True, key_share=True)
+)
 
 
 @contextmanager

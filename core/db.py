@@ -9,7 +9,20 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
-from sqlalchemy import Connection, CursorResult, Engine, Executable, Insert, create_engine, event, func, insert, select
+from sqlalchemy import (
+    Connection,
+    CursorResult,
+    Engine,
+    Executable,
+    Insert,
+    String,
+    bindparam,
+    create_engine,
+    event,
+    func,
+    insert,
+    select,
+)
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import DeclarativeBase, Session, make_transient_to_detached, sessionmaker
@@ -114,7 +127,10 @@ def directly(session: Session, statement: Executable, values: Mapping[str, Any] 
 def lock(session: Session, name: str) -> None:
     """Let one transaction at a time go past this `name`. On SQLite a writer is alone anyway."""
     if session.get_bind().dialect.name == "postgresql":
-        session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(name, 0))))
+        session.connection().execute(_LOCK, {"name": name})
+
+
+_LOCK = select(func.pg_advisory_xact_lock(func.hashtextextended(bindparam("name", type_=String), 0)))
 
 
 def open_engine(url: str) -> Engine:
