@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tests.faults.drills import Drill
 
 RESTING = frozenset({JobState.CANCELLED, JobState.PAUSED, JobState.SUCCEEDED, JobState.FAILED})
+ON_ITS_WAY = frozenset({JobState.RUNNING, JobState.SUCCEEDED})
 ANSWER_SECONDS = 20.0
 """How long an API that has just been started again may take to answer."""
 
@@ -63,10 +64,11 @@ class Watched:
 
         def went_on() -> bool:
             job = self.stack.job(self.id)
-            assert job.state not in TERMINAL, f"it is {job.state} before it has met all drills: {job.error}"
+            assert job.state not in TERMINAL - ON_ITS_WAY, f"after {drill.name} it is {job.state}: {job.error}"
             lost = job.attempt - before.attempt
             assert lost <= most, f"{drill.name} has cost {lost} attempts"
-            return job.state is JobState.RUNNING and lost >= fewest and job.last_step > step
+            # On a fast host it may be at its end by now; where more drills are to come, the next one says that.
+            return job.state in ON_ITS_WAY and lost >= fewest and job.last_step > step
 
         self.stack.until(went_on, f"a step after {drill.name}")
 
