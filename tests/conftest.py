@@ -168,6 +168,13 @@ def storage(tmp_path: Path) -> Storage:
 
 
 @pytest.fixture
+def no_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hints go nowhere: there is no broker, and none is needed."""
+    monkeypatch.setattr("core.queue.Queue._send", lambda self, task, args, queue: None)
+    monkeypatch.setattr("core.bell.Bell.ring", lambda self, job_id: None)
+
+
+@pytest.fixture
 def settings(tmp_path: Path, database_url: str) -> Settings:
     """Settings of a service on `database_url`, everything else beneath a folder of this test."""
     return Settings(data_dir=tmp_path / "data", database_url=database_url, admin_key=ADMIN_KEY, node_name="node-1")

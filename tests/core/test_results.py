@@ -26,16 +26,9 @@ LEASE = timedelta(seconds=60)
 
 
 @pytest.fixture
-def services(settings: Settings) -> Iterator[Services]:
+def services(settings: Settings, no_broker: None) -> Iterator[Services]:
     with Services(settings) as services:
         yield services
-
-
-@pytest.fixture(autouse=True)
-def no_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hints go nowhere: there is no broker, and none is needed."""
-    monkeypatch.setattr("core.queue.Queue._send", lambda self, task, args, queue: None)
-    monkeypatch.setattr("core.bell.Bell.ring", lambda self, job_id: None)
 
 
 def running(services: Services, **columns: object) -> Job:

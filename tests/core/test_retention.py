@@ -81,9 +81,7 @@ def test_what_is_no_rule_is_named(said: str) -> None:
 
 
 @pytest.fixture
-def services(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Services]:
-    monkeypatch.setattr("core.queue.Queue._send", lambda self, task, args, queue: None)
-    monkeypatch.setattr("core.bell.Bell.ring", lambda self, job_id: None)
+def services(settings: Settings, no_broker: None) -> Iterator[Services]:
     with Services(settings) as services:
         yield services
 

@@ -33,9 +33,7 @@ def secret(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def services(tmp_path: Path, new_sqlite, monkeypatch: pytest.MonkeyPatch) -> Iterator[Services]:
-    monkeypatch.setattr("core.queue.Queue._send", lambda self, task, args, queue: None)
-    monkeypatch.setattr("core.bell.Bell.ring", lambda self, job_id: None)
+def services(tmp_path: Path, new_sqlite, no_broker: None) -> Iterator[Services]:
     settings = Settings(data_dir=tmp_path / "shed")
     settings.data_dir.mkdir()
     new_sqlite(settings.data_dir)

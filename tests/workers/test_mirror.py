@@ -25,10 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def services(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Services]:
-    # Hints go nowhere: there is no broker, and none is needed.
-    monkeypatch.setattr("core.queue.Queue._send", lambda self, task, args, queue: None)
-    monkeypatch.setattr("core.bell.Bell.ring", lambda self, job_id: None)
+def services(settings: Settings, no_broker: None) -> Iterator[Services]:
     with Services(settings) as services:
         yield services
 
