@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Collection, Sequence
@@ -20,7 +19,7 @@ from core.errors import InvalidMove, NotFound
 from core.models import Artifact, Job
 from core.services import Services
 from core.states import JobState
-from core.storage import Storage, nothing_unlisted
+from core.storage import Storage, nothing_unlisted, sha256_of
 from engine.config import ModelShape
 
 MANIFEST = "manifest.json"
@@ -147,16 +146,11 @@ def _verified(export: Path) -> list[_Found]:
         # What trains has read data and weights of strangers: it can't have another file of this host published.
         if not _PATH.fullmatch(file.path) or {".", ".."} & set(file.path.split("/")):
             raise Damaged(f"{file.path!r} is not the path of a file of an export")
-        if _sha256(export / file.path) != file.sha256:
+        if sha256_of(export / file.path) != file.sha256:
             raise Damaged(f"{file.path} is not what the manifest says; the disk may be at fault")
     size = manifest_path.stat().st_size
-    return [*found, _Found(MANIFEST, "manifest", size, _sha256(manifest_path))]
+    return [*found, _Found(MANIFEST, "manifest", size, sha256_of(manifest_path))]
 
 
 def _kind(path: str) -> str:
     return path.partition("/")[0]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,7 +8,6 @@ In a restoration the database comes last.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -30,7 +29,7 @@ from core.db import open_engine
 from core.errors import NotFound
 from core.models import Artifact, Checkpoint, File, UploadPart
 from core.settings import Settings
-from core.storage import Storage, open_storage
+from core.storage import Storage, open_storage, sha256_of
 
 ABOUT, STORAGE = "backup.json", "storage"
 SQLITE, POSTGRESQL = "database.db", "database.dump"
@@ -104,7 +103,7 @@ def backup(settings: Settings, into: Path) -> Report:
         about = {
             "format": FORMAT,
             "revision": revision,
-            "database": {"name": kept, "sha256": _sha256(into / kept)},
+            "database": {"name": kept, "sha256": sha256_of(into / kept)},
             "objects": {key: asdict(each) for key, each in objects.items()},
         }
         # Last: a folder without it was cut short.
@@ -136,7 +135,7 @@ def restore(settings: Settings, source: Path) -> Report:
     if not (source / kept).is_file():
         raise Refused(f"The backup has no {kept}: it is of the other kind of database than DATABASE_URL names.")
     # One that was made by an earlier version does not say it.
-    if (said := about.get("database")) is not None and _sha256(source / kept) != said["sha256"]:
+    if (said := about.get("database")) is not None and sha256_of(source / kept) != said["sha256"]:
         raise Refused(f"{source / kept} is damaged; take another backup.")
     if settings.database_url is None:
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -151,7 +150,7 @@ def restore(settings: Settings, source: Path) -> Report:
     storage = open_storage(settings.storage)
     for key, each in objects.items():
         path = source / STORAGE / key
-        if not path.is_file() or _sha256(path) != each["sha256"]:
+        if not path.is_file() or sha256_of(path) != each["sha256"]:
             raise Refused(f"{path} is missing or damaged; take another backup.")
         storage.put_file(key, path)
     if kept == SQLITE:
@@ -324,7 +323,7 @@ class _Copies:
     def _copied(self, storage: Storage, key: str) -> Copied:
         path = self._folder / key
         storage.get_to(key, path)
-        return Copied(path.stat().st_size, _sha256(path))
+        return Copied(path.stat().st_size, sha256_of(path))
 
 
 def _remove_others(folder: Path, objects: Mapping[str, Any]) -> None:
@@ -332,8 +331,3 @@ def _remove_others(folder: Path, objects: Mapping[str, Any]) -> None:
     for path in folder.rglob("*") if folder.is_dir() else ():
         if path.is_file() and path.relative_to(folder).as_posix() not in objects:
             path.unlink()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

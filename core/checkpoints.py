@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from core.models import Checkpoint, Job, database_now, new_id
 from core.paging import Page
 from core.services import Services
 from core.states import TERMINAL
-from core.storage import Storage, nothing_unlisted
+from core.storage import Storage, nothing_unlisted, sha256_of
 
 MANIFEST = "manifest.json"
 """The engine's list of a checkpoint's files and their hashes."""
@@ -150,11 +149,6 @@ def stage(storage: Storage, checkpoint: Checkpoint, into: Path) -> None:
         path = into / file["path"]
         if not path.is_file() or sha256_of(path) != file["sha256"]:
             raise Damaged(f"{file['path']} is not what its manifest says")
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def newest_first(session: Session, job_id: str) -> Sequence[Checkpoint]:

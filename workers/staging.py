@@ -19,7 +19,7 @@ from core.models import Checkpoint, File, Job
 from core.services import Services
 from core.settings import trainer_environment
 from core.spec import JobSpec
-from core.storage import Storage
+from core.storage import Storage, sha256_of
 from engine.config import RunConfig
 from engine.events import ErrorCode
 
@@ -88,7 +88,7 @@ def _fetch(storage: Storage, file: File, path: Path) -> None:
         storage.get_to(file.storage_key, path)
     except NotFound as error:
         raise Unusable("invalid_data", f"the content of {file.id} is gone from storage") from error
-    if path.stat().st_size != file.bytes or checkpoints.sha256_of(path) != file.sha256:
+    if path.stat().st_size != file.bytes or sha256_of(path) != file.sha256:
         # Cut or zeroed, it would train all the same, on something else.
         raise Unusable("invalid_data", f"the content of {file.id} is not what was uploaded: it is damaged in storage")
 

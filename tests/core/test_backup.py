@@ -161,8 +161,8 @@ def test_what_was_copied_is_not_read_again_when_something_else_went(
     services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = losing(services, fill(services), monkeypatch, times=backup.TRIES - 1)
-    hashed, real = list[str](), backup._sha256
-    monkeypatch.setattr(backup, "_sha256", lambda path: hashed.append(path.name) or real(path))  # type: ignore[func-returns-value]
+    hashed, real = list[str](), backup.sha256_of
+    monkeypatch.setattr(backup, "sha256_of", lambda path: hashed.append(path.name) or real(path))  # type: ignore[func-returns-value]
     assert backup.backup(services.settings, tmp_path / "backup") == backup.Report(6, 4 + 3 + 10 + 2 + 4)
     others = [key for key in read if "/checkpoints/" not in key]
     assert len(others) == len(set(others)) == 4
