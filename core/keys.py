@@ -95,7 +95,7 @@ def create(
         id=f"key-{number}",
         project_id=project_id,
         name=name,
-        digest=_digest(secret),
+        digest=digest_of(secret),
         scopes=[scope for scope in SCOPES if scope in scopes],
         expires_at=expires_at,
     )
@@ -112,7 +112,7 @@ def authenticate(session: Session, bearer: str | None) -> Account:
     if bearer.startswith("ts_") and bearer.count("_") >= 2:
         named = f"key-{bearer.split('_', 2)[1][:56]}"
     keys = directly(session, _OPENING, {"named": named}).all()
-    digest = _digest(bearer)
+    digest = digest_of(bearer)
     # Compared in constant time, each of them, so that the time tells nothing about a digest.
     matching = [key for key in keys if hmac.compare_digest(key.digest, digest)]
     if not matching:
@@ -195,7 +195,7 @@ def ensure_admin(session: Session, admin_key: str | None) -> str | None:
 
 
 def _follow_settings(session: Session, admin_key: str) -> None:
-    digest = _digest(admin_key)
+    digest = digest_of(admin_key)
     key = session.get(ApiKey, SETTINGS_KEY)
     if key is None:
         session.add(
@@ -213,5 +213,6 @@ def _follow_settings(session: Session, admin_key: str) -> None:
     session.flush()
 
 
-def _digest(secret: str) -> str:
+def digest_of(secret: str) -> str:
+    """What is kept of a secret that is shown once."""
     return hashlib.sha256(secret.encode()).hexdigest()

@@ -5,7 +5,6 @@ A visit opens what its key may read and nothing else, so that no page of somebod
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 from collections.abc import Collection
@@ -31,7 +30,7 @@ def begin(session: Session, owner: Account) -> tuple[Visit, str]:
     # Two that end the same oldest ones would each wait for the other, or end too few.
     lock(session, f"visits {owner.key_id}")
     token = secrets.token_urlsafe(32)
-    visit = Visit(id=new_id("visit"), key_id=owner.key_id, digest=_digest(token), expires_at=0.0)
+    visit = Visit(id=new_id("visit"), key_id=owner.key_id, digest=keys.digest_of(token), expires_at=0.0)
     session.add(visit)
     session.flush()
     visit.expires_at = visit.created_at + LASTS.total_seconds()
@@ -75,12 +74,8 @@ def _open(session: Session, token: str) -> tuple[Visit, Account]:
         keys.good(query).where(Visit.id == id_[:64], Visit.expires_at > database_now())
     ).one_or_none()
     # In constant time, so that the time tells nothing about the digest.
-    if found is None or not hmac.compare_digest(found.Visit.digest, _digest(secret)):
+    if found is None or not hmac.compare_digest(found.Visit.digest, keys.digest_of(secret)):
         raise InvalidKey("This browser is not signed in here any more: sign in again with `POST /v1/visits`.")
     key = found.ApiKey
     scopes = frozenset({"read"})
     return found.Visit, Account(key.project_id, key.id, scopes, visit_id=found.Visit.id)
-
-
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
