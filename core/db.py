@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
@@ -114,8 +114,12 @@ def _insertion(kind: type[Any], given: frozenset[str]) -> Insert:
     return insert(kind).returning(*(column for column in kind.__table__.c if column.name not in given))
 
 
-def directly(session: Session, statement: Executable, values: Mapping[str, Any] | None = None) -> CursorResult[Any]:
+def directly(
+    session: Session, statement: Executable, values: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+) -> CursorResult[Any]:
     """Run a statement that neither takes nor gives objects, after what the session still has to write.
+
+    With several `values`, once for each.
 
     By the session's connection: where there are no objects, finding out what becomes of them takes as long again as the
     statement, and to write one by the unit of work four times as long.

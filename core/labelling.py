@@ -22,8 +22,7 @@ def add(session: Session, job: Job) -> None:
     if job.labels:
         of_job = {"job_id": job.id, "project_id": job.project_id, "created_at": job.created_at}
         rows = [{"name": name, "value": value, **of_job} for name, value in job.labels.items()]
-        session.flush()
-        session.connection().execute(_ADD, rows)
+        directly(session, _ADD, rows)
 
 
 _FORGET = delete(JobLabel).where(JobLabel.job_id == bindparam("job"))

@@ -139,7 +139,7 @@ def _write_reasons(session: Session, decision: Decision, told: Mapping[str, str 
         {"job": job_id, "reason": reason} for job_id, reason in decision.reasons.items() if told[job_id] != reason
     ]
     if changed:
-        session.connection().execute(_GIVE_REASON, changed)
+        directly(session, _GIVE_REASON, changed)
 
 
 # One that was cancelled a moment ago waits for nothing any more.
@@ -154,7 +154,7 @@ def _write_places(session: Session, numbers: Mapping[str, float]) -> None:
     insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
     put = insert(QueuePlace).values(job_id=bindparam("job"), number=bindparam("number"))
     put = put.on_conflict_do_update(index_elements=[QueuePlace.job_id], set_={"number": put.excluded.number})
-    session.connection().execute(put, [{"job": job_id, "number": number} for job_id, number in numbers.items()])
+    directly(session, put, [{"job": job_id, "number": number} for job_id, number in numbers.items()])
 
 
 def estimate(session: Session, *, half_life: timedelta = HALF_LIFE) -> dict[str, float]:
@@ -174,7 +174,7 @@ def note(session: Session, starts: Mapping[str, float]) -> None:
         if (at is None) != (id_ not in starts) or (at is not None and abs(at - starts[id_]) >= 1)
     ]
     if changed:
-        session.connection().execute(_NOTE, changed)
+        directly(session, _NOTE, changed)
 
 
 _FORGET = (

@@ -12,6 +12,7 @@ from math import exp, log
 from sqlalchemy import bindparam, select, text, update
 from sqlalchemy.orm import Session
 
+from core.db import directly
 from core.models import UNCOUNTED, Holding, Share
 
 DAY = 86400.0
@@ -94,8 +95,7 @@ def _count(
         else:
             session.add(Share(project_id=id_, usage=standing.usage, as_of=now))
     counted = update(Holding).where(Holding.id == bindparam("holding")).values(counted=True)
-    session.connection().execute(counted, [{"holding": id_} for id_ in ended])
-    session.flush()
+    directly(session, counted, [{"holding": id_} for id_ in ended])
 
 
 def _sum(past: Mapping[str, Standing], held: Mapping[str, Standing]) -> dict[str, Standing]:
