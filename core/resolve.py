@@ -28,7 +28,6 @@ from engine.config import (
     Export,
     Lora,
     ModelShape,
-    Operation,
     Parallel,
     Recompute,
     RunConfig,
@@ -145,7 +144,7 @@ def resolve(
     precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
     wished = _recompute(spec)
     packed = _is_packed(spec, files, data_format)
-    usual = wished or _cheap(shape)
+    usual = wished or Recompute(operations=search.cheap(shape))
     choice = _Choice(spec, shape, lora, seq_len, precision, usual, cluster, packed, objective == "dpo")
     parallel, global_batch, micro_batch, recompute = choice.laid_out(wished)
     rows = _rows(spec, files, data_format, seq_len, bytes_only=tokenizer.type == "bytes")
@@ -439,17 +438,6 @@ def _ending(file: FileFacts) -> str:
     if file.container is not None:
         return _ENDINGS[file.container]
     return ".txt" if file.is_plain_text else ".jsonl"
-
-
-def _cheap(shape: ModelShape) -> Recompute:
-    """What costs no matrix product, and the core only where it keeps whole scores."""
-    operations: list[Operation] = ["norm", "activation"]
-    if shape.hidden_dropout or shape.attention_dropout:
-        operations.append("dropout")
-    if shape.attention_dropout:
-        # Otherwise it is one kernel that keeps four bytes for each head and token.
-        operations.append("attention_core")
-    return Recompute(operations=tuple(operations))
 
 
 def _recompute(spec: JobSpec) -> Recompute | None:

@@ -329,16 +329,20 @@ def levels(shape: ModelShape) -> Levels:
     First what costs no matrix product, then the attention core where it keeps whole scores (Korthikanti et al. 2022,
     section 5), then products whose inputs are small, and in the end whole layers.
     """
-    cheap: set[Operation] = {"norm", "activation"}
+    least = frozenset(cheap(shape))
+    core = least & {"attention_core"}
+    return (frozenset(), *([core] if core else []), least, least | {"up_projection"}, frozenset({"layer"}))
+
+
+def cheap(shape: ModelShape) -> tuple[Operation, ...]:
+    """What costs no matrix product, and the core only where it keeps whole scores."""
+    operations: list[Operation] = ["norm", "activation"]
     if shape.hidden_dropout or shape.attention_dropout:
-        cheap.add("dropout")
-    core: set[Operation] = {"attention_core"} if shape.attention_dropout else set()
-    steps: list[set[Operation]] = [set()]
-    if core:
-        steps.append(core)
-    steps.append(cheap | core)
-    steps.append(cheap | core | {"up_projection"})
-    return (*map(frozenset, steps), frozenset({"layer"}))
+        operations.append("dropout")
+    if shape.attention_dropout:
+        # Otherwise it is one kernel that keeps four bytes for each head and token.
+        operations.append("attention_core")
+    return tuple(operations)
 
 
 def as_recompute(replayed: frozenset[Operation]) -> Recompute:
