@@ -189,7 +189,10 @@ def build(
         return Mesh(parallel, world_rank=0, device=where, stopwatch=stopwatch)
     with stopwatch.span("communication"):
         groups, owns_world = _meet(parallel, me, where, timeout)
-    return Mesh(parallel, world_rank, where, groups, owns_world, stopwatch)
+    mesh = Mesh(parallel, world_rank, where, groups, owns_world, stopwatch)
+    # torch returns as soon as this rank is connected: one that then left at once would break the others' connecting.
+    mesh.barrier()
+    return mesh
 
 
 def check_queues(asked: str | None) -> None:

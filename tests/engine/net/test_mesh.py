@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,6 +98,29 @@ def fail_on_rank_1() -> None:
     if dist.get_rank() == 1:
         raise KeyError("lost")
     dist.barrier()
+
+
+def leave_while_rank_0_is_still_forming(notes: str) -> None:
+    store = dist.FileStore(notes, 2)
+    form = dist.new_group
+
+    def slowly(*args: object, **kwargs: object) -> object:
+        group = form(*args, **kwargs)
+        with pytest.raises(RuntimeError, match=r"(?i)timeout"):
+            store.wait(["rank 1 is done"], timedelta(milliseconds=300))
+        return group
+
+    if dist.get_rank() == 0:
+        with patch.object(dist, "new_group", slowly):
+            mesh.build(Parallel(tensor=2)).close()
+    else:
+        built = mesh.build(Parallel(tensor=2))
+        store.set("rank 1 is done", "")
+        built.close()
+
+
+def test_no_rank_leaves_before_each_has_formed_its_groups(world2: World, tmp_path: Path) -> None:
+    world2.run(leave_while_rank_0_is_still_forming, str(tmp_path / "notes"))
 
 
 def test_a_failing_rank_is_named_and_the_next_case_runs_in_a_new_world(world2: World) -> None:
