@@ -281,6 +281,10 @@ class Client:
         """Queue a job again that failed or was cancelled; it goes on from its newest checkpoint."""
         return self._json("POST", f"v1/jobs/{_part(job_id)}/retry", again=True)
 
+    def delete(self, job_id: str, *, force: bool = False) -> Json:
+        """Delete a job that has ended with all that it left; with `force` also checkpoints that others may use."""
+        return self._json("DELETE", f"v1/jobs/{_part(job_id)}", params={"force": True} if force else {})
+
     def edit(self, job_id: str, **changes: Any) -> Json:
         """Change `name`, `labels` or `priority`. What isn't said stays; None takes a name or a label away."""
         return self._json("PATCH", f"v1/jobs/{_part(job_id)}", again=True, json=changes)

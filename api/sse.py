@@ -72,6 +72,8 @@ def encode(name: str, *, id: str, data: dict[str, object]) -> bytes:
 
 
 DONE_MARK = "-done"
+GONE = b": the job was deleted\n\n"
+"""The farewell of a job that is no more. Who connects again is answered 404."""
 
 
 def position(last_event_id: str | None, after: int) -> tuple[int, bool]:
@@ -236,7 +238,8 @@ class Streams:
         """A reader's look at the table, in a session of its own."""
         with self.services.db.reading() as session:
             # The job first: when it has ended, every event of it is committed already and is read below.
-            job = session.get_one(Job, job_id)
+            if (job := session.get(Job, job_id)) is None:
+                return Look((), 0, GONE)
             last = job.last_event if after is None else after
             found = [frame(event) for event in events.since(session, job_id, last, limit=PAGE)]
             done = None

@@ -183,21 +183,29 @@ def delete(session: Session, owner: Account, name: str, *, models: Path, force: 
     on_it = select(Job.id).where(Job.base_model == name)
     if model.project_id is not None:
         on_it = on_it.where(Job.project_id == model.project_id)
-    if session.scalars(on_it.where(Job.state.not_in(TERMINAL)).limit(1)).first():
-        raise InUse("A job still needs this model; cancel it or wait for its end.", param="model")
-    adapters = select(Model.id).where(Model.job_id.in_(on_it), Model.source.startswith(ADAPTER))
-    if session.scalars(adapters.limit(1)).first():
-        raise InUse("An adapter was trained on this model and needs it; delete that first.", param="model")
-    if not force and (on_top := _adapter_checkpoints(session, on_it)):
-        shown = ", ".join([*list(on_top)[:3], *(["…"] if len(on_top) > 3 else [])])
-        raise InUse(
-            f"{sum(on_top.values())} checkpoints of {len(on_top)} jobs ({shown}) are adapters on this model, and of no "
-            "use without it. Keep it, or delete it all the same with `force=true`.",
-            param="model",
-        )
+    check_unneeded(session, on_it, "this model", force=force, param="model")
     audit.record(session, owner, "model.deleted", name, project_id=model.project_id)
     session.delete(model)
     session.flush()
+
+
+def check_unneeded(session: Session, on_it: Select[str], what: str, *, force: bool, param: str) -> None:
+    """Raise InUse while any of the jobs `on_it`, which started from `what`, or what came of them, can't do without.
+
+    With `force` their checkpoints that hold an adapter alone may be lost.
+    """
+    if job_id := session.scalars(on_it.where(Job.state.not_in(TERMINAL)).limit(1)).first():
+        raise InUse(f"Job {job_id} still needs {what}; cancel it or wait for its end.", param=param)
+    adapters = select(Model.id).where(Model.job_id.in_(on_it), Model.source.startswith(ADAPTER))
+    if adapter := session.scalars(adapters.limit(1)).first():
+        raise InUse(f"The adapter {adapter} was trained on {what} and needs it; delete that first.", param=param)
+    if not force and (on_top := _adapter_checkpoints(session, on_it)):
+        shown = ", ".join([*list(on_top)[:3], *(["…"] if len(on_top) > 3 else [])])
+        raise InUse(
+            f"{sum(on_top.values())} checkpoints of {len(on_top)} jobs ({shown}) are adapters on {what}, and of no "
+            "use without it. Keep it, or delete it all the same with `force=true`.",
+            param=param,
+        )
 
 
 def _adapter_checkpoints(session: Session, jobs: Select[str]) -> dict[str, int]:
@@ -399,6 +407,8 @@ def _named_result(session: Session, owner: Account, name: str, job_id: str) -> M
         select(Model)
         .join(Job, (Job.result_model == Model.id) & (Job.project_id == Model.project_id))
         .where(Job.id == job_id, Job.project_id == owner.project_id)
+        # Who deletes the job waits, and then this model goes too.
+        .with_for_update(read=True, key_share=True, of=Job)
     ).one_or_none()
     if result is None:
         raise NotFound(f"There is no job {job_id!r} with a model as its result.", param="source.job")

@@ -229,7 +229,7 @@ def owned(session: Session, owner: Account, job_ids: Collection[str]) -> set[str
 
 def cancel(session: Session, owner: Account, job_id: str) -> Job:
     """End the job: at once where nothing runs, else as soon as its processes are gone. Asking twice is fine."""
-    job = _locked(session, job_id, Job.project_id == owner.project_id)
+    job = own_locked(session, owner, job_id)
     if job.state in {S.CANCELLED, S.CANCELLING}:
         return job
     if job.state in TERMINAL:
@@ -240,7 +240,7 @@ def cancel(session: Session, owner: Account, job_id: str) -> Job:
 
 def pause(session: Session, owner: Account, job_id: str) -> Job:
     """Give the slots back and keep the progress: at once where nothing runs, else after a checkpoint."""
-    job = _locked(session, job_id, Job.project_id == owner.project_id)
+    job = own_locked(session, owner, job_id)
     if job.state in {S.PAUSED, S.PAUSING}:
         return job
     if job.state in TERMINAL or job.state is S.CANCELLING:
@@ -271,7 +271,7 @@ def resume(
             reading.rollback()
     # In the order of who archives a project and then ends its jobs.
     projects.active(session, owner, owner.project_id)
-    job = _locked(session, job_id, Job.project_id == owner.project_id)
+    job = own_locked(session, owner, job_id)
     spec = JobSpec.model_validate(job.spec)
     wished = layout.on(spec) if layout is not None else spec
     if job.state in {S.QUEUED, S.STARTING, S.RUNNING}:
@@ -371,7 +371,7 @@ def retry(session: Session, owner: Account, job_id: str, *, settings: Settings, 
     if reading is not None:
         reading.rollback()
     projects.active(session, owner, owner.project_id)
-    job = _locked(session, job_id, Job.project_id == owner.project_id)
+    job = own_locked(session, owner, job_id)
     if job.state in UNDER_WAY:
         return job
     if job.state not in RETRIABLE:
@@ -395,7 +395,7 @@ def _can_not_be_retried(why: DomainError) -> InvalidMove:
 
 def change(session: Session, owner: Account, job_id: str, wish: JobChange) -> Job:
     """Change what may change at any time, and tell it in the history; the queue's order follows at once."""
-    job = _locked(session, job_id, Job.project_id == owner.project_id)
+    job = own_locked(session, owner, job_id)
     wished = wish.on(name=job.name, labels=job.labels, priority=job.priority)
     if len(wished["labels"]) > MOST_LABELS:
         raise InvalidSpec(f"labels: a job has at most {MOST_LABELS}; take some away with null.", param="labels")
@@ -852,6 +852,11 @@ def _expired() -> list[ColumnElement[bool]]:
 def _held_by(fence: int) -> list[ColumnElement[bool]]:
     # Between a loss and the next claim the number still stands, but nobody holds the job.
     return [Job.attempt == fence, Job.holder.is_not(None)]
+
+
+def own_locked(session: Session, owner: Account, job_id: str) -> Job:
+    """A job of the owner's, as it stays until the commit; NotFound for others'."""
+    return _locked(session, job_id, Job.project_id == owner.project_id)
 
 
 def _locked(session: Session, job_id: str, *where: ColumnElement[bool]) -> Job:

@@ -25,7 +25,7 @@ from core.stays import Stay, over
 from core.storage import Stored
 
 LEFTOVERS = "leftovers"
-"""Content of jobs that have ended which no row names: a process was killed between the two."""
+"""Content of jobs that have ended or were deleted which no row names: a process was killed between the two."""
 LEFT_AFTER = timedelta(days=1)
 KEPT_EVENTS = ("state", "changed")
 """Types of events that stay: what became of a job, and what people did to it."""
@@ -214,7 +214,7 @@ def _remove_files(services: Services, some: Sequence[Going]) -> Iterable[Going]:
 
 
 def _leftovers(services: Services, stay: Stay, now: float) -> Iterator[Going]:
-    old = (each for each in services.storage.older("jobs", LEFT_AFTER) if joblogs.whose(each.key) is None)
+    old = services.storage.older("jobs", LEFT_AFTER)
     while some := list(islice(old, OBJECTS_AT_ONCE)):
         with services.db.reading() as session:
             unnamed = _unnamed(session, some)
@@ -223,20 +223,26 @@ def _leftovers(services: Services, stay: Stay, now: float) -> Iterator[Going]:
 
 
 def _unnamed(session: Session, some: Sequence[Stored]) -> list[Stored]:
-    """Those of jobs that have ended which no row names."""
+    """Those of jobs that have ended which no row names, and all of jobs that are no more."""
     ids = {_job_of(each) for each in some}
-    ended = set(session.scalars(select(Job.id).where(Job.id.in_(ids), Job.state.in_(TERMINAL))))
+    states = {job_id: state for job_id, state in session.execute(select(Job.id, Job.state).where(Job.id.in_(ids)))}
+    ended = {job_id for job_id, state in states.items() if state in TERMINAL}
     prefixes = set(session.scalars(select(Checkpoint.storage_prefix).where(Checkpoint.job_id.in_(ended))))
     artifacts = set(session.scalars(select(Artifact.storage_key).where(Artifact.job_id.in_(ended))))
     left = {
         each.key: each
         for each in some
         # jobs/<job>/<attempt>/checkpoints/<step>/…
-        if _job_of(each) in ended and each.key not in artifacts and "/".join(each.key.split("/")[:5]) not in prefixes
+        if _job_of(each) in ended
+        # Logs have no rows.
+        and joblogs.whose(each.key) is None
+        and each.key not in artifacts
+        and "/".join(each.key.split("/")[:5]) not in prefixes
     }
     # A job's files are few, and found by no index: asked for last.
     named = set(session.scalars(select(File.storage_key).where(File.storage_key.in_(left)))) if left else ()
-    return [each for key, each in left.items() if key not in named]
+    deleted = [each for each in some if _job_of(each) not in states]
+    return [each for key, each in left.items() if key not in named] + deleted
 
 
 def _job_of(stored: Stored) -> str:

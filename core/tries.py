@@ -87,7 +87,7 @@ def made_before(session: Session, owner: Account, this: Try) -> Job | None:
 def _found(session: Session, statement: Select[str], values: Mapping[str, Any]) -> Job | None:
     # Without objects: as a rule there is none to find.
     job_id = directly(session, statement, values).scalar()
-    return None if job_id is None else session.get_one(Job, job_id)
+    return None if job_id is None else session.get(Job, job_id)
 
 
 _MINE = select(Job.id).where(Job.project_id == bindparam("project"))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from api.cli.answers import show_json, show_table
+from api.cli.answers import show_deleted, show_json, show_table
 from api.cli.asking import JsonFlag, client
 from api.cli.describing import describe
 from api.cli.naming import JobId
@@ -97,6 +97,21 @@ def retry(context: typer.Context, job: JobId, as_json: JsonFlag = False) -> None
     """Queue a job again that failed or was cancelled; it goes on from its newest checkpoint."""
     with client(context) as trainshed:
         tell_state(trainshed.retry(job), as_json=as_json)
+
+
+@app.command(rich_help_panel="Jobs")
+def delete(
+    context: typer.Context,
+    job: JobId,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also checkpoints that other projects may use, or that others' adapt.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Delete a job that has ended, and all that it left: history, checkpoints, results and its models."""
+    with client(context) as trainshed:
+        deleted = trainshed.delete(job, force=force)
+    show_deleted(deleted, as_json)
 
 
 @app.command(rich_help_panel="Jobs")

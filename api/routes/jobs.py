@@ -28,6 +28,7 @@ from api.schemas import (
     ArtifactOut,
     CheckpointList,
     CheckpointOut,
+    DeletedOut,
     EventList,
     EventOut,
     JobList,
@@ -36,8 +37,8 @@ from api.schemas import (
 )
 from api.shown import shown, shown_all
 from api.trips import OneTrip
-from core import artifacts, checkpoints, events, joblogs, jobs, metrics
-from core.errors import Forbidden, InvalidMove, InvalidSpec, NotFound, QuotaExceeded
+from core import artifacts, checkpoints, events, joblogs, jobs, metrics, removal
+from core.errors import Forbidden, InUse, InvalidMove, InvalidSpec, NotFound, QuotaExceeded
 from core.models import Job
 from core.spec import JobChange, JobSpec, LayoutAsk
 from core.states import TERMINAL, JobState
@@ -147,6 +148,25 @@ def change(job_id: JobId, wish: JobChange, owner: SubmitterDep, session: Session
     `changed` tells it, and the queue's order follows at once.
     """
     return shown(session, jobs.change(session, owner, job_id, wish))
+
+
+@router.delete("/{job_id}", responses=errors(NotFound, InUse, Forbidden))
+def delete(
+    job_id: JobId,
+    owner: SubmitterDep,
+    session: SessionDep,
+    services: ServicesDep,
+    force: Annotated[
+        bool,
+        Query(description="Also checkpoints that another project may use, or that checkpoints of other jobs adapt."),
+    ] = False,
+) -> DeletedOut:
+    """Delete a job that has ended and all that it left: history, numbers, logs, checkpoints, results and its models.
+
+    What another job still needs of it stays, and the job with it: 409 says which. What it used stays counted.
+    """
+    removal.remove(session, services.storage, owner, job_id, force=force)
+    return DeletedOut(id=job_id, object="job")
 
 
 @router.get("/{job_id}/events", responses=errors(NotFound))

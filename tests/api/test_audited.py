@@ -113,6 +113,7 @@ Asked = tuple[str, dict[str, Any]]
 SUCCEEDS: dict[str, Callable[[Scene], Asked]] = {
     "post /v1/jobs": lambda of: ("/v1/jobs", {"json": driving.spec(of.file())}),
     "patch /v1/jobs/{job_id}": lambda of: (f"/v1/jobs/{of.job()}", {"json": {"priority": 3}}),
+    "delete /v1/jobs/{job_id}": lambda of: (f"/v1/jobs/{of.job('failed')}", {}),
     "post /v1/jobs/{job_id}/cancel": lambda of: (f"/v1/jobs/{of.job()}/cancel", {}),
     "post /v1/jobs/{job_id}/pause": lambda of: (f"/v1/jobs/{of.job()}/pause", {}),
     "post /v1/jobs/{job_id}/resume": lambda of: (f"/v1/jobs/{of.job('paused')}/resume", {}),

@@ -343,6 +343,14 @@ def test_a_job_that_failed_is_retried_and_one_that_waits_is_renamed(live, trains
         trainshed("edit", job, *wrong, code=Exit.USAGE)
 
 
+def test_a_job_that_has_ended_is_deleted(live, trainshed, spec):
+    job = trainshed("submit", spec).split()[-1]
+    assert "cancel it first" in trainshed("delete", job, code=Exit.REFUSED)
+    trainshed("cancel", job)
+    assert json.loads(trainshed("delete", job, "--json")) == {"id": job, "object": "job", "deleted": True}
+    assert "no job" in trainshed("show", job, code=Exit.REFUSED)
+
+
 def test_what_happened_is_listed_measured_and_drawn(live, trainshed, spec):
     job = trainshed("submit", spec).split()[-1]
     assert "Nothing of it has been measured" in CliRunner().invoke(app, ["curve", job]).stderr

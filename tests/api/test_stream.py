@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+from collections.abc import AsyncIterator
 
 import httpx
 import openai
@@ -22,6 +23,10 @@ LISTENERS = 200
 
 def key_id(secret: str) -> str:
     return f"key-{secret.split('_')[1]}"
+
+
+async def rest_of(frames: AsyncIterator[bytes]) -> bytes:
+    return b"".join([chunk async for chunk in frames])
 
 
 def by_the_standard(text: str) -> list[dict[str, str]]:
@@ -260,6 +265,37 @@ def test_a_listener_far_behind_is_brought_up_from_the_table(live, http, key, mon
 
     heard = asyncio.run(asyncio.wait_for(scenario(), DEADLINE_SECONDS))
     assert heard == [*map(str, range(1, 27)), "26-done"]
+
+
+def test_who_listens_to_a_job_that_is_deleted_is_sent_home(live, http, key, monkeypatch):
+    """It ended and was deleted before the reader's look, which then finds nothing."""
+    job, really_look = driving.submit(http)["id"], sse.Streams.look
+    looks, is_deleted = threading.Event(), threading.Event()
+
+    def look(*args):
+        looks.set()
+        assert is_deleted.wait(DEADLINE_SECONDS)
+        return really_look(*args)
+
+    monkeypatch.setattr(sse.Streams, "look", look)
+
+    async def scenario() -> bytes:
+        streams = sse.Streams(live.services)
+        listening = streams.listen(job, after=0, key_id=key_id(key))
+        await anext(listening)
+        heard = asyncio.create_task(rest_of(listening))
+        assert await asyncio.to_thread(looks.wait, DEADLINE_SECONDS)
+        assert (await asyncio.to_thread(http.post, f"/v1/jobs/{job}/cancel")).status_code == 200
+        assert (await asyncio.to_thread(http.delete, f"/v1/jobs/{job}")).json()["deleted"]
+        is_deleted.set()
+        try:
+            return await heard
+        finally:
+            await streams.ended()
+
+    heard = asyncio.run(asyncio.wait_for(scenario(), DEADLINE_SECONDS))
+    assert "done" not in {frame["event"] for frame in by_the_standard(heard.decode())}
+    assert http.get(f"/v1/jobs/{job}/stream").status_code == 404
 
 
 def test_a_client_that_takes_nothing_is_let_go(monkeypatch):

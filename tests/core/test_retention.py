@@ -368,6 +368,17 @@ def test_content_of_an_ended_job_that_no_row_names_goes_after_a_day(
     assert len([key for key in keys(services) if key.startswith(f"jobs/{going_on}/")]) == 2
 
 
+def test_whatever_is_left_of_a_job_that_is_no_more_goes_after_a_day(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in ("logs/1/rank-0.log", "1/checkpoints/step-00000002/manifest.json", "1/artifacts/manifest.json"):
+        services.storage.put_bytes(f"jobs/{new_id('job')}/{path}", b"x")
+    assert retention.sweep(services, {})[LEFTOVERS] == Tally()
+    monkeypatch.setattr(retention, "LEFT_AFTER", timedelta(0))
+    assert retention.sweep(services, {})[LEFTOVERS] == Tally(things=3, objects=3, bytes=3)
+    assert keys(services) == set()
+
+
 def test_content_that_rows_name_is_told_from_what_is_left_a_few_objects_at_a_time(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,130 @@
+"""A job that is deleted: nothing of it is left, and nothing goes that others need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select
+
+from core import removal, result_files
+from core.db import Database
+from core.errors import InUse, NotFound
+from core.keys import DEFAULT_PROJECT, Account
+from core.models import Artifact, Base, CheckpointPermission, Holding, Job, Metric, new_id
+from core.services import Services
+from core.settings import Settings
+from core.states import TERMINAL, JobState
+from tests import make
+
+OWNER = Account(key_id="key-1", project_id=DEFAULT_PROJECT, scopes=frozenset({"read", "submit"}))
+
+
+@pytest.fixture
+def services(settings: Settings, no_broker: None) -> Iterator[Services]:
+    with Services(settings) as services:
+        yield services
+
+
+def job(services: Services, state: JobState = JobState.SUCCEEDED, **columns: Any) -> str:
+    with services.db.session() as session:
+        return make.job(session, state=state, **columns).id
+
+
+def remove(services: Services, job_id: str, **options: Any) -> None:
+    with services.db.session() as session:
+        removal.remove(session, services.storage, OWNER, job_id, **options)
+
+
+def full(services: Services) -> str:
+    """A job with something in each place where a job can leave something."""
+    job_id = job(services, name="full", labels={"team": "a"})
+    prefix = f"jobs/{job_id}/1"
+    with services.db.session() as session:
+        row = session.get_one(Job, job_id)
+        make.checkpoint(session, row, 2)
+        session.add(Metric(job_id=job_id, name="loss", step=1, value=1.0))
+        artifact = {"path": "model/config.json", "kind": "model", "bytes": 2, "sha256": ""}
+        session.add(Artifact(job_id=job_id, storage_key=f"{prefix}/artifacts/model/config.json", **artifact))
+        for name in ("full-1", "named-by-hand"):
+            source = f"storage:{prefix}/artifacts/model"
+            make.model(session, name, project_id=DEFAULT_PROJECT, job_id=job_id, source=source)
+        row.result_model = "full-1"
+        make.file(session, result_files.file_id(job_id), purpose=result_files.PURPOSE, storage_key=f"{prefix}/r.csv")
+        make.node(session, num_slots=1)
+        session.add(Holding(project_id=DEFAULT_PROJECT, job_id=job_id, slots=2, started_at=0.0, ended_at=3600.0))
+    for path in ("checkpoints/step-00000002/manifest.json", "artifacts/model/config.json", "r.csv"):
+        services.storage.put_bytes(f"{prefix}/{path}", b"{}")
+    services.storage.put_bytes(f"jobs/{job_id}/logs/1/rank-0.log", b"x")
+    return job_id
+
+
+def rows(db: Database) -> dict[str, int]:
+    with db.reading() as session:
+        tables = Base.metadata.sorted_tables
+        return {table.name: session.scalar(select(func.count()).select_from(table)) or 0 for table in tables}
+
+
+def test_nothing_is_left_of_a_job_but_what_it_used_and_who_deleted_it(services: Services) -> None:
+    with services.db.session() as session:
+        make.node(session, num_slots=1)
+    before, kept = rows(services.db), job(services)
+    services.storage.put_bytes(f"jobs/{kept}/1/r.csv", b"{}")
+    beside = {name: count - before[name] for name, count in rows(services.db).items()}
+    remove(services, full(services))
+    left = {name: count - before[name] - beside[name] for name, count in rows(services.db).items()}
+    assert {name: count for name, count in left.items() if count} == {"holdings": 1, "audit_logs": 1}
+    assert [stored.key for stored in services.storage.list("jobs")] == [f"jobs/{kept}/1/r.csv"]
+    with services.db.reading() as session:
+        assert session.scalars(select(Holding.job_id)).all() == [None]
+
+
+@pytest.mark.parametrize("state", sorted(set(JobState) - TERMINAL))
+def test_a_job_that_has_not_ended_stays(services: Services, state: JobState) -> None:
+    job_id = job(services, state)
+    with pytest.raises(InUse, match=f"is {state}; cancel it first"):
+        remove(services, job_id)
+    with services.db.reading() as session:
+        assert session.get(Job, job_id)
+
+
+def test_a_job_of_another_project_is_not_there(services: Services) -> None:
+    with services.db.session() as session:
+        other = make.project(session).id
+    with pytest.raises(NotFound):
+        remove(services, job(services, project_id=other))
+
+
+@pytest.mark.parametrize("named", ["full-1", "named-by-hand"])
+def test_a_job_stays_while_one_that_has_not_ended_starts_from_its_model(services: Services, named: str) -> None:
+    job_id, needing = full(services), job(services, JobState.PAUSED, base_model=named, kind="finetune")
+    with pytest.raises(InUse, match=f"Job {needing} still needs"):
+        remove(services, job_id, force=True)
+    assert len(list(services.storage.list(f"jobs/{job_id}"))) == 4
+
+
+def test_a_job_stays_while_an_adapter_stands_on_its_checkpoint(services: Services) -> None:
+    job_id = job(services)
+    with services.db.session() as session:
+        base = make.checkpoint(session, session.get_one(Job, job_id), 2).id
+    on_it = job(services, base_model=base, kind="finetune")
+    with services.db.session() as session:
+        adapter = {"project_id": DEFAULT_PROJECT, "job_id": on_it, "source": f"adapter:{on_it}:x"}
+        make.model(session, "tuned", **adapter)
+    with pytest.raises(InUse, match="adapter tuned was trained on"):
+        remove(services, job_id, force=True)
+    remove(services, on_it)
+    remove(services, job_id)
+
+
+def test_a_checkpoint_that_another_project_may_use_goes_by_force_alone(services: Services) -> None:
+    job_id = job(services)
+    with services.db.session() as session:
+        shared = make.checkpoint(session, session.get_one(Job, job_id), 2).id
+        other = make.project(session).id
+        session.add(CheckpointPermission(id=new_id("cp"), checkpoint_id=shared, project_id=other))
+    with pytest.raises(InUse, match=f"Another project may use {shared}"):
+        remove(services, job_id)
+    remove(services, job_id, force=True)
+    assert rows(services.db)["checkpoint_permissions"] == 0
