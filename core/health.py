@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from core import nodes, schema
 from core.models import Job, Node, Slot, database_now
-from core.placing import NO_WORKER
+from core.placing import NO_WORKER, rest_in_words
 from core.services import Services
 from core.states import JobState
 
@@ -86,5 +86,5 @@ def _worker(services: Services) -> str:
     with services.db.reading() as session:
         if nodes.alive(session):
             return OK
-        resting = [node.name for node in nodes.resting(session)]
-    return nodes.in_words(resting) if resting else NO_WORKER
+        resting = nodes.resting(session)
+    return rest_in_words(resting) if resting else NO_WORKER

@@ -15,6 +15,7 @@ from core import hints
 from core.db import directly
 from core.errors import NotFound
 from core.models import Node, Slot, database_now
+from core.placing import Resting
 from core.resolve import ClusterFacts
 
 HEARTBEAT = timedelta(seconds=5)
@@ -139,10 +140,11 @@ def is_free(session: Session, name: str) -> bool:
     return session.scalars(held.limit(1)).first() is None
 
 
-def resting(session: Session) -> Sequence[Node]:
+def resting(session: Session) -> list[Resting]:
     """Hosts that would be given jobs if they had started those before, by name."""
     rest = (_lives(), Node.draining.is_(False), _rests())
-    return session.scalars(select(Node).where(*rest).order_by(Node.name)).all()
+    found = select(Node.name, Node.device, Node.num_slots, Node.rests_until).where(*rest).order_by(Node.name)
+    return [Resting(name, device, slots, until or 0.0) for name, device, slots, until in session.execute(found)]
 
 
 def listing(session: Session) -> list[NodeStatus]:
@@ -155,12 +157,6 @@ def listing(session: Session) -> list[NodeStatus]:
         NodeStatus(node, is_alive=node.name in living, slots=slots.get(node.name, []))
         for node in session.scalars(select(Node).order_by(Node.name))
     ]
-
-
-def in_words(resting: Sequence[str]) -> str:
-    """Why hosts that are online get no jobs, and what to do."""
-    who = ", ".join(resting)
-    return f"{who} did not start the last jobs and rests: see what its node and worker say, and start them again"
 
 
 def cluster(session: Session, *, device: Literal["cpu", "cuda"] | None = None) -> ClusterFacts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from math import inf
 from typing import NamedTuple
 
@@ -70,6 +71,15 @@ class Host:
     """Who has the others, as far as it is known when they end."""
 
 
+class Resting(NamedTuple):
+    """A node that is online and gets no jobs for a while, as it did not start those before."""
+
+    name: str
+    device: str
+    num_slots: int
+    until: float
+
+
 @dataclass(frozen=True)
 class Reservation:
     """A host that is kept for a job which can't start yet."""
@@ -121,16 +131,23 @@ def decide(
     allowances: Mapping[str, Allowance] | None = None,
     *,
     now: float = 0.0,
+    resting: Sequence[Resting] = (),
 ) -> Decision:
-    """Place what can be placed, in the order given. What its project's quotas keep back keeps nobody else waiting."""
-    return _Deciding(hosts, allowances or {}, now).decide(line)
+    """Place what can be placed, in the order given. What its project's quotas keep back keeps nobody else waiting.
+
+    Those that are `resting` get nothing; who waits for want of them is told so.
+    """
+    return _Deciding(hosts, allowances or {}, now, resting).decide(line)
 
 
 class _Deciding:
     """One decision while it is made. Slots only get fewer in it, so what did not fit once will not fit later."""
 
-    def __init__(self, hosts: Sequence[Host], allowances: Mapping[str, Allowance], now: float) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], allowances: Mapping[str, Allowance], now: float, resting: Sequence[Resting]
+    ) -> None:
         self.now = now
+        self.resting = resting
         self.rooms = [_Room(host) for host in hosts]
         self.allowed = dict(allowances)
         self.decision = Decision()
@@ -206,7 +223,7 @@ class _Deciding:
     # In words, for whoever owns the job: other jobs may be somebody else's, so none is named.
 
     def reason(self, job: Waiting) -> str:
-        if not self.rooms:
+        if not self.rooms and not self.resting:
             return NO_WORKER
         is_able = self.largest[job.device] >= job.needs
         if is_able and len(self.decision.reasons) >= MOST_REASONED:
@@ -220,7 +237,11 @@ class _Deciding:
         unit = "GPU" if job.device == "cuda" else "slot"
         needs = f"needs {job.needs} {unit}{'' if job.needs == 1 else 's'}"
         if not is_able:
-            return f"{needs}; the largest node that is online has {self.largest[job.device]}"
+            if later := [each for each in self.resting if each.num_slots >= job.needs and suits(each, job.device)]:
+                return f"{needs}; {rest_in_words(later)}"
+            online: list[Host | Resting] = [*(room.host for room in self.rooms), *self.resting]
+            largest = max((each.num_slots for each in online if suits(each, job.device)), default=0)
+            return f"{needs}; the largest node that is online has {largest}"
         able = [room for room in self.rooms if room.host.num_slots >= job.needs and suits(room.host, job.device)]
         kept = self.reserved
         if kept is None or kept not in able or len(kept.free) < job.needs:
@@ -234,7 +255,17 @@ class _Deciding:
         )
 
 
-def suits(host: Host, device: str) -> bool:
+def rest_in_words(resting: Sequence[Resting]) -> str:
+    """Which nodes that are online get no jobs, until when, why, and what to do."""
+    who = ", ".join(
+        f"{each.name} rests until {datetime.fromtimestamp(each.until, UTC):%H:%M:%S} UTC" for each in resting
+    )
+    return (
+        f"{who}: the last jobs that were given there were not started; see what node and worker say, and restart both"
+    )
+
+
+def suits(host: Host | Resting, device: str) -> bool:
     """Whether a run made for `device` can compute there."""
     return host.device == device or device == "cpu"
 

@@ -23,7 +23,7 @@ from core.forecast import MOST_FORESEEN, Running
 from core.line import ordered
 from core.models import Holding, Job, Project, QueuePlace, Slot, database_now
 from core.numbering import renumbered
-from core.placing import Decision, Held, Host, Placement, Waiting, decide, suits
+from core.placing import Decision, Held, Host, Placement, Resting, Waiting, decide, suits
 from core.preemption import IS_MADE_WAY, MAKES_WAY, making_way
 from core.quotas import Allowance
 from core.shares import Standing
@@ -50,6 +50,8 @@ class View:
     standings: Mapping[str, Standing]
     allowances: Mapping[str, Allowance]
     half_life: float
+    resting: Sequence[Resting] = ()
+    """Hosts beside those, which get nothing for a while."""
 
     def with_line(self, waiting: Iterable[Waiting]) -> View:
         """The same with these in line."""
@@ -91,7 +93,7 @@ def tick(
     if not queued:
         return []
     view = base.with_line(map(_waiting, queued))
-    decision = decide(view.ready, view.hosts, view.allowances, now=view.now)
+    decision = decide(view.ready, view.hosts, view.allowances, now=view.now, resting=view.resting)
     placed = [placement for placement in decision.placements if _place(session, placement, claim_within)]
     _make_way(session, view, decision)
     _write_reasons(session, decision, {row.id: row.queue_reason for row in queued})
@@ -258,7 +260,7 @@ def foresee(
     queued = _queued(session, base, MOST_FORESEEN)
     view = base.with_line([*map(_waiting, queued), wanted])
     ahead = _ahead_of(session, view.line, wanted, {row.id: row.number for row in queued if row.number is not None})
-    decision = decide(view.ready, view.hosts, view.allowances, now=view.now)
+    decision = decide(view.ready, view.hosts, view.allowances, now=view.now, resting=view.resting)
     return Prospect(1 + ahead, decision.reasons.get(""), view.starts().get(""))
 
 
@@ -341,6 +343,7 @@ def _base(session: Session, half_life: timedelta, *, counting: bool) -> View:
         shares.standings(session, now=now, half_life=seconds, counting=counting),
         quotas.allowances(session),
         seconds,
+        nodes.resting(session),
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
 from sqlalchemy.orm import Session
 
-from core import jobs, nodes
+from core import jobs, nodes, scheduler
 from core.models import Node
 from core.states import JobState
 from tests import make
@@ -40,6 +41,26 @@ def test_a_host_that_lets_two_jobs_in_a_row_lie_rests_and_says_so(session: Sessi
     assert node.rests_until == pytest.approx(node.heartbeat_at + 60, abs=30)
     assert not takes_jobs(session)
     assert [each.name for each in nodes.resting(session)] == ["node-1"]
+
+
+def test_a_job_that_waits_for_a_host_that_rests_is_told_so_and_until_when(session: Session) -> None:
+    node = make.node(session, num_slots=2)
+    bounce(session)
+    bounce(session)
+    until = session.get_one(Node, node.name).rests_until
+    assert until is not None
+    waiting, large = make.job(session, slots=2), make.job(session, slots=3)
+    scheduler.tick(session, depth=None)
+    session.expire_all()
+    at = time.strftime("%H:%M:%S", time.gmtime(until))
+    why = f"node-1 rests until {at} UTC: the last jobs that were given there were not started; see what node"
+    assert waiting.queue_reason is not None
+    assert waiting.queue_reason.startswith(f"needs 2 slots; {why}")
+    assert large.queue_reason == "needs 3 slots; the largest node that is online has 2"
+    make.node(session, "node-2", num_slots=1)
+    scheduler.tick(session, depth=None)
+    session.expire_all()
+    assert waiting.queue_reason.startswith(f"needs 2 slots; {why}"), "the one that takes jobs is too small"
 
 
 def test_a_host_that_could_not_be_told_is_not_to_blame(session: Session) -> None:

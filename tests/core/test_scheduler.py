@@ -187,7 +187,7 @@ def test_a_job_that_is_cancelled_while_it_is_looked_at_holds_up_nobody(
         make.node(session, num_slots=2)
         first, second, waits = (make.job(session, slots=slots, created_at=slots) for slots in (1, 1, 2))
 
-    def meanwhile(waiting: list[Waiting], hosts: list[Host], allowances: object, *, now: float) -> Decision:
+    def meanwhile(waiting: list[Waiting], hosts: list[Host], *_: object, **__: object) -> Decision:
         with database.session() as other:
             jobs.cancel(other, owner, first.id)
             jobs.cancel(other, owner, waits.id)
@@ -305,9 +305,9 @@ def test_where_a_job_would_stand_in_a_long_line_is_told_by_its_front_and_by_coun
     monkeypatch.setattr(scheduler, "MOST_FORESEEN", 3)
     lines: list[int] = []
 
-    def decided(line: list[Waiting], *rest: Any, now: float) -> Decision:
+    def decided(line: list[Waiting], *rest: Any, **more: Any) -> Decision:
         lines.append(len(line))
-        return decide(line, *rest, now=now)
+        return decide(line, *rest, **more)
 
     monkeypatch.setattr(scheduler, "decide", decided)
     make.node(session, num_slots=1)
