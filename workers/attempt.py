@@ -33,7 +33,7 @@ from workers.follower import Follower
 from workers.launcher import GangSpec, Handle, Launcher, Status
 from workers.lease import SILENCE, Lease
 from workers.orders import Orders
-from workers.outcome import WISHED, Action, Outcome, Progress, Wish, decide
+from workers.outcome import WISHED, Action, Outcome, Progress, Wish, decide, from_outside
 from workers.publisher import Publisher, Saved
 
 log = structlog.get_logger(__name__)
@@ -115,6 +115,8 @@ class Attempt:
             log.exception("attempt broke")
             outcome = Outcome(Action.LOSE, f"the attempt broke: {error}", explain(error))
         self.publisher.close()
+        if outcome is WISHED[Wish.DRAIN] and not self.host_goes_down():
+            outcome = from_outside("its supervisor")
         outcome = self.conclude(outcome)
         self.lease.release()
         log.info("attempt concluded", action=outcome.action.value, reason=outcome.reason)
@@ -240,6 +242,15 @@ class Attempt:
         )
         log.warning("processes do not end", seconds=LINGER.total_seconds())
         self.record([Log(level="warning", message=said)])
+
+    def host_goes_down(self) -> bool:
+        """Whether this host says so. It is believed to where the database does not answer."""
+        try:
+            with self.services.db.reading() as session:
+                draining = session.scalar(select(Node.draining).where(Node.name == self.settings.node_name))
+        except AWAY:
+            return True
+        return draining is not False
 
     # What is written on the way
 

@@ -148,8 +148,15 @@ def stopped(wish: Wish | None, *, max_runtime: float | None, lines_up: bool, pro
     if wish is Wish.TIME_IS_UP:
         return Outcome(Action.LINE_UP, f"it ran for {max_runtime or 0:g} seconds, its max_runtime, and lines up again")
     if wish is None:
-        return Outcome(Action.REQUEUE, "the engine was told to stop by something outside")
+        return from_outside("the engine")
     return WISHED[wish]
+
+
+def from_outside(whom: str) -> Outcome:
+    """Of one that somebody told to end who has no say: its state is saved, and it goes on, but not without limit."""
+    message = f"{whom} was told to stop by something outside"
+    hint = "Look on that host for what sends SIGTERM to processes that it did not start, then retry the job."
+    return Outcome(Action.LOSE, message, failure("rank_lost", message, hint=hint))
 
 
 def paused(progress: Progress) -> Outcome:

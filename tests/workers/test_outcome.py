@@ -32,7 +32,7 @@ SIGKILLED = -9
         pytest.param(STOPPED, 0, Wish.MAKE_WAY, Action.REQUEUE, id="it saved and makes way for another job"),
         pytest.param(STOPPED, 0, Wish.TIME_IS_UP, Action.FAIL, id="its time was up"),
         pytest.param(STOPPED, 0, Wish.CANCEL, Action.CANCEL, id="it saved, but was cancelled"),
-        pytest.param(STOPPED, 0, None, Action.REQUEUE, id="somebody else stopped it, cleanly"),
+        pytest.param(STOPPED, 0, None, Action.LOSE, id="somebody else stopped it, cleanly, and may do so for ever"),
         pytest.param(None, SIGKILLED, Wish.PAUSE, Action.PAUSE, id="it did not save within its grace"),
         pytest.param(None, SIGKILLED, Wish.DRAIN, Action.REQUEUE, id="it did not save before the host went"),
         pytest.param(None, SIGKILLED, Wish.TIME_IS_UP, Action.FAIL, id="it did not save when its time was up"),
@@ -68,7 +68,7 @@ def test_a_job_that_lines_up_when_its_time_is_up_does_so_if_it_got_further(
     assert outcome.action is action
 
 
-@pytest.mark.parametrize("wish", [Wish.DRAIN, Wish.MAKE_WAY, None])
+@pytest.mark.parametrize("wish", [Wish.DRAIN, Wish.MAKE_WAY])
 def test_a_run_that_stopped_and_could_not_store_its_state_is_a_loss(wish: Wish | None) -> None:
     outcomes = [
         decide(STOPPED, exit_code=0, wish=wish, progress=Progress(began, 4, listed))

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.exc import DataError
 
-from core import jobs, metrics
+from core import jobs, metrics, nodes
 from core.keys import Account
 from core.models import Artifact, Checkpoint, Job, JobEvent, Slot
 from core.services import Services
@@ -211,6 +211,8 @@ def test_a_host_that_goes_down_hands_the_job_back_unharmed(services: Services) -
     running = Running(services, job_id, fake_engine("--step-seconds", "0.02"))
     running.until(lambda job: job.last_step > 3)
 
+    with services.db.session() as session:
+        nodes.drain(session, "here")
     running.orders.give(Wish.DRAIN)
     running.outcome()
 
@@ -218,6 +220,32 @@ def test_a_host_that_goes_down_hands_the_job_back_unharmed(services: Services) -
     assert (job.state, job.losses, job.retry_at) == (JobState.QUEUED, 0, None)
     assert checkpoints_of(services, job_id) == [job.last_step]
     assert_nothing_left(services, job_id)
+
+
+def test_a_supervisor_that_is_told_to_end_again_and_again_while_its_host_stays_fails_its_job_at_last(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = services.settings.model_copy(update={"max_losses": 2, "stop_grace_seconds": 0.2})
+    monkeypatch.setattr(services, "settings", quick)
+    job_id = place_job(services, steps=FOREVER, checkpoint_every=None)
+    for _ in range(2):
+        # Before it has taken a step.
+        running = Running(services, job_id, fake_engine("--step-seconds", "60"))
+        running.until(lambda job: job.state is JobState.RUNNING)
+        running.orders.give(Wish.DRAIN)
+        running.outcome()
+        assert_nothing_left(services, job_id)
+        job = job_of(services, job_id)
+        if job.state is JobState.QUEUED:
+            assert job.queue_reason is not None
+            assert "its supervisor was told to stop by something outside; tries again" in job.queue_reason
+            place_again(services, job_id)
+
+    assert (job.state, job.attempt) == (JobState.FAILED, 2)
+    assert job.error is not None
+    assert job.error["code"] == "rank_lost"
+    assert "(2 attempts in a row were lost)" in job.error["message"]
+    assert "SIGTERM" in job.error["hint"]
 
 
 def test_a_run_whose_time_is_up_fails_with_its_checkpoint_kept(services: Services) -> None:
