@@ -557,8 +557,8 @@ class EventOut(Out):
     seq: int
     """1, 2, 3, … within the job, without holes."""
     type: str
-    """`state`, `changed`, `step`, `evaluated`, `spike`, `outliers`, `samples`, `choices`, `checkpoint`, `log`,
-    `progress`, `started`, `finished`, `stopped` or `failed`."""
+    """`state`, `changed`, `step`, `evaluated`, `spike`, `rolled_back`, `outliers`, `samples`, `choices`, `checkpoint`,
+    `log`, `progress`, `started`, `finished`, `stopped` or `failed`."""
     level: str
     message: str
     data: dict[str, Any]

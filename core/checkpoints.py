@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import func, select
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, Select, func, select
+from sqlalchemy.orm import Session, aliased
 
 from core import hints, history, jobs, paging
 from core.db import after_commit
@@ -18,7 +18,6 @@ from core.errors import NotFound
 from core.models import Checkpoint, Job, database_now, new_id
 from core.paging import Page
 from core.services import Services
-from core.states import TERMINAL
 from core.storage import Storage, nothing_unlisted, sha256_of
 
 MANIFEST = "manifest.json"
@@ -27,13 +26,25 @@ JUST_AFTER = 0.001
 """Seconds between two of a job at the least, so that their times tell their order."""
 
 
+class GoneBackFrom(Exception):
+    """A checkpoint lies beyond the step that its run has gone back to meanwhile."""
+
+
 def publish(
-    services: Services, job_id: str, *, fence: int, step: int, folder: Path, metrics: Mapping[str, Any]
+    services: Services,
+    job_id: str,
+    *,
+    fence: int,
+    step: int,
+    folder: Path,
+    metrics: Mapping[str, Any],
+    is_on_the_way: Callable[[], bool] = lambda: True,
 ) -> Checkpoint:
     """Upload `folder`, then list it, if attempt `fence` still holds the job; InvalidMove otherwise.
 
     Progress is safe from here on: the count of losses starts anew. A later attempt's checkpoint of a step takes the
-    place of an earlier one's.
+    place of an earlier one's. `is_on_the_way` is asked while nothing can be recorded of the job; GoneBackFrom where it
+    says no.
     """
     prefix = f"jobs/{job_id}/{fence}/checkpoints/step-{step:08d}"
 
@@ -48,35 +59,37 @@ def publish(
 
     with nothing_unlisted(partial(services.storage.delete_tree, prefix), listed=listed):
         size = sum(stored.bytes for stored in services.storage.put_tree(prefix, folder))
-        return _list(services, job_id, prefix, fence=fence, step=step, size=size, metrics=metrics)
+        with services.db.session() as session:
+            job = jobs.held(session, job_id, fence=fence)
+            if not is_on_the_way():
+                raise GoneBackFrom(f"step {step}")
+            return _list(session, services.storage, job, prefix, step=step, size=size, metrics=metrics)
 
 
 def _list(
-    services: Services, job_id: str, prefix: str, *, fence: int, step: int, size: int, metrics: Mapping[str, Any]
+    session: Session, storage: Storage, job: Job, prefix: str, *, step: int, size: int, metrics: Mapping[str, Any]
 ) -> Checkpoint:
-    with services.db.session() as session:
-        job = jobs.held(session, job_id, fence=fence)
-        checkpoint = session.scalars(
-            select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.step == step)
-        ).one_or_none()
-        if checkpoint is None:
-            checkpoint = Checkpoint(id=new_id("ftckpt"), job_id=job_id, step=step)
-            session.add(checkpoint)
-        elif checkpoint.storage_prefix != prefix:
-            _forget_later(session, services.storage, checkpoint.storage_prefix)
-        checkpoint.attempt, checkpoint.storage_prefix = fence, prefix
-        checkpoint.bytes, checkpoint.metrics = size, dict(metrics)
-        checkpoint.created_at = _next_time(session, job_id)
-        job.losses = 0
-        history.add(
-            session,
-            job,
-            type="checkpoint",
-            message=f"step {step}: checkpoint saved",
-            data={"id": checkpoint.id, "step": step, "bytes": size, "metrics": dict(metrics)},
-        )
-        session.flush()
-        hints.ring(session, job_id)
+    checkpoint = session.scalars(
+        select(Checkpoint).where(Checkpoint.job_id == job.id, Checkpoint.step == step)
+    ).one_or_none()
+    if checkpoint is None:
+        checkpoint = Checkpoint(id=new_id("ftckpt"), job_id=job.id, step=step)
+        session.add(checkpoint)
+    elif checkpoint.storage_prefix != prefix:
+        _forget_later(session, storage, checkpoint.storage_prefix)
+    checkpoint.attempt, checkpoint.storage_prefix, checkpoint.abandoned = job.attempt, prefix, False
+    checkpoint.bytes, checkpoint.metrics = size, dict(metrics)
+    checkpoint.created_at = _next_time(session, job.id)
+    job.losses = 0
+    history.add(
+        session,
+        job,
+        type="checkpoint",
+        message=f"step {step}: checkpoint saved",
+        data={"id": checkpoint.id, "step": step, "bytes": size, "metrics": dict(metrics)},
+    )
+    session.flush()
+    hints.ring(session, job.id)
     return checkpoint
 
 
@@ -88,22 +101,31 @@ def _next_time(session: Session, job_id: str) -> float:
 
 
 def prune(services: Services, job_id: str, *, keep: int, spare: int | None = None) -> None:
-    """Forget all but the newest `keep`, that of step `spare`, and those that unfinished jobs start from.
+    """Forget all but the newest `keep`, that of step `spare`, and those that jobs start from: `is_a_base`.
 
     Steps beyond the newest's were gone back from: what is there of them is not kept for its age.
     """
     with services.db.session() as session:
-        listed = newest_first(session, job_id)
-        on_the_way = [one for one in listed if one.step <= listed[0].step]
-        going = [one for one in listed if one not in on_the_way[:keep] and one.step != spare]
+        listed = session.scalars(_of_job(job_id)).all()
+        sound = [one for one in listed if not one.abandoned]
+        on_the_way = [one for one in sound if one.step <= sound[0].step]
+        kept = [*on_the_way[:keep], *(one for one in sound if one.step == spare)]
+        going = [one.id for one in listed if one not in kept]
         # Locked first: a job that starts from one of them meanwhile either is seen below, or does not find it.
-        row = select(Checkpoint.id).where(Checkpoint.id.in_([old.id for old in going])).order_by(Checkpoint.id)
-        there = set(session.scalars(row.with_for_update()))
-        started_from = set(session.scalars(select(Job.base_model).where(Job.state.not_in(TERMINAL))))
-        for old in going:
-            if old.id in there - started_from:
-                session.delete(old)
-                _forget_later(session, services.storage, old.storage_prefix)
+        row = select(Checkpoint.id).where(Checkpoint.id.in_(going)).order_by(Checkpoint.id)
+        there = session.scalars(row.with_for_update()).all()
+        for old in session.scalars(select(Checkpoint).where(Checkpoint.id.in_(there), ~is_a_base())).all():
+            session.delete(old)
+            _forget_later(session, services.storage, old.storage_prefix)
+
+
+def is_a_base() -> ColumnElement[bool]:
+    """Whether some job starts from a checkpoint.
+
+    Also one that has ended: its adapter may be a model together with this, and it may be tried again.
+    """
+    starts = aliased(Job)
+    return select(starts.id).where(starts.base_model == Checkpoint.id).exists()
 
 
 def latest(session: Session, job_id: str) -> Checkpoint | None:
@@ -116,9 +138,8 @@ def best(session: Session, newest: Checkpoint) -> Checkpoint | None:
     step = newest.metrics.get("best_step")
     if step is None or step == newest.step:
         return None
-    return session.scalars(
-        select(Checkpoint).where(Checkpoint.job_id == newest.job_id, Checkpoint.step == step)
-    ).one_or_none()
+    is_it = (Checkpoint.job_id == newest.job_id, Checkpoint.step == step, Checkpoint.abandoned.is_(False))
+    return session.scalars(select(Checkpoint).where(*is_it)).one_or_none()
 
 
 def page(session: Session, job: Job, *, after: str | None = None, limit: int = 10) -> Page[Checkpoint]:
@@ -152,9 +173,16 @@ def stage(storage: Storage, checkpoint: Checkpoint, into: Path) -> None:
 
 
 def newest_first(session: Session, job_id: str) -> Sequence[Checkpoint]:
-    """Those of a job, the one published last first: a run that went back has later ones of earlier steps."""
+    """Those that an attempt may go on from, the one published last first.
+
+    A run that went back has later ones of earlier steps.
+    """
+    return session.scalars(_of_job(job_id).where(Checkpoint.abandoned.is_(False))).all()
+
+
+def _of_job(job_id: str) -> Select[Checkpoint]:
     by_age = (Checkpoint.created_at.desc(), Checkpoint.step.desc())
-    return session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(*by_age)).all()
+    return select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(*by_age)
 
 
 def _forget_later(session: Session, storage: Storage, prefix: str) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from core import metrics
-from core.models import Job, JobEvent
+from core.models import Checkpoint, Job, JobEvent
 from core.points import POINTS
 from engine.events import (
     CheckpointSaved,
@@ -23,6 +24,7 @@ from engine.events import (
     Log,
     Outlier,
     Outliers,
+    RolledBack,
     Sample,
     Samples,
     Spike,
@@ -87,6 +89,10 @@ def append(session: Session, job: Job, event: Event) -> None:
             # It comes after its step: where that was recorded before, so was this.
             if event.step < job.last_step:
                 return
+        case RolledBack():
+            # In the transaction that tells of it: whoever starts next goes on from none of these.
+            beyond = update(Checkpoint).where(Checkpoint.job_id == job.id, Checkpoint.step > event.step)
+            session.execute(beyond.values(abandoned=True))
         case Outliers():
             event = event.model_copy(update={"documents": _by_id(job, event.documents)})
         case Samples():
@@ -204,6 +210,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "spike": lambda event: (
         f"step {event.step}: the loss, {event.loss:.4f}, lies far above that of the steps before ({event.usual:.4f})"
     ),
+    "rolled_back": lambda event: f"went back from step {event.from_step} to step {event.step}",
     "outliers": lambda event: (
         "examples with the highest loss: "
         + ", ".join(f"{each.file} line {each.line} ({each.loss:.2f})" for each in event.documents[:3])

@@ -228,6 +228,7 @@ class Job(Base):
         Index("jobs_by_project_and_name", "project_id", "name", "created_at", "id", **_where("name IS NOT NULL")),
         Index("jobs_without_labels", "project_id", "created_at", "id", **_where("labels = '{}'")),
         Index("jobs_from_a_base", "project_id", "created_at", "id", **_where("base_model IS NOT NULL")),
+        Index("jobs_by_base", "base_model", **_where("base_model IS NOT NULL")),
         Index("jobs_in_line", "state", "priority", "created_at", "id", "queued_at"),
         UniqueConstraint("project_id", "idempotency_key"),
     )
@@ -371,6 +372,8 @@ class Checkpoint(Base):
     storage_prefix: Mapped[str] = mapped_column(Text)
     bytes: Mapped[int]
     metrics: Mapped[dict[str, Any]]
+    abandoned: Mapped[bool] = mapped_column(default=False, server_default=false())
+    """The run has gone back beyond its step since, and no attempt goes on from it."""
     created_at: Mapped[float] = mapped_column(default=database_now())
 
 

@@ -17,6 +17,7 @@ from sqlalchemy import ColumnElement, Text, and_, cast, delete, func, or_, selec
 from sqlalchemy.orm import Session
 
 from core import files, joblogs
+from core.checkpoints import is_a_base
 from core.db import after_commit
 from core.models import Artifact, Checkpoint, CheckpointPermission, File, Job, JobEvent, database_now
 from core.services import Services
@@ -80,8 +81,7 @@ def sweep(services: Services, rules: Mapping[str, Stay], *, dry_run: bool = Fals
 
 _NOBODY_NEEDS = and_(
     Job.state.in_(TERMINAL),
-    # Also one that has ended: its adapter may be a model together with this, and it may be tried again.
-    Checkpoint.id.not_in(select(Job.base_model).where(Job.base_model.is_not(None))),
+    ~is_a_base(),
     Checkpoint.id.not_in(select(CheckpointPermission.checkpoint_id)),
 )
 

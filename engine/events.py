@@ -140,6 +140,18 @@ class Spike(EventBase):
     """Median loss of the steps before, 64 of them at most."""
 
 
+class RolledBack(EventBase):
+    """The run went back: checkpoints of steps beyond this one that were saved before are not on its way any more."""
+
+    type: Literal["rolled_back"] = "rolled_back"
+    step: int
+    """The step that it goes on from; 0 is the beginning."""
+    from_step: int
+    """The last that it had taken."""
+    rows: int
+    """Rows of the training data that lie behind it: the next step takes those that follow."""
+
+
 class Outlier(BaseModel):
     """A training document that is learned worse than others."""
 
@@ -291,6 +303,7 @@ Event = Annotated[
     | Step
     | Evaluated
     | Spike
+    | RolledBack
     | Outliers
     | Samples
     | Choices

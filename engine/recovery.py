@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from engine import checkpoint
 from engine.course import Course
 from engine.culprits import NonFinite
+from engine.events import RolledBack
 from engine.makings import ready_model
 from engine.spikes import Spikes
 
@@ -49,8 +50,11 @@ def roll_back(work: Work, trouble: NonFinite, *, rows: int) -> None:
     count = count_recovery(work, trouble)
     # The one under way counts, on whichever disk: all layouts go back to the same step.
     work.await_save()
+    from_step = work.step
     go_back(work)
     work.loader.go_on(step=work.step, rows=rows)
+    # Whoever keeps its checkpoints must know even if it comes to no further one.
+    work.emit(RolledBack(step=work.step, from_step=from_step, rows=rows))
     work.warn(f"{trouble}: the run went back to step {work.step}, and leaves out the rows since ({count})")
 
 

@@ -27,7 +27,19 @@ from core.services import Services
 from core.settings import trainer_environment
 from core.states import HELD, JobState
 from engine.config import RunConfig
-from engine.events import LAST, CheckpointSaved, Choices, Evaluated, Event, Finished, Log, Started, Step, Stopped
+from engine.events import (
+    LAST,
+    CheckpointSaved,
+    Choices,
+    Evaluated,
+    Event,
+    Finished,
+    Log,
+    RolledBack,
+    Started,
+    Step,
+    Stopped,
+)
 from workers import staging, tidy
 from workers.follower import Follower
 from workers.launcher import GangSpec, Handle, Launcher, Status
@@ -91,6 +103,8 @@ class Attempt:
         """Steps that were done before."""
         self.metrics: dict[int, dict[str, Any]] = {}
         """The newest numbers as of each of the last steps, to go with its checkpoint."""
+        self.returns: list[RolledBack] = []
+        """Each time that the run went back. The publisher's thread reads it."""
         self.asides: SimpleQueue[Log] = SimpleQueue()
         """What other threads want the user to know."""
         self.killed_by = inf
@@ -258,6 +272,8 @@ class Attempt:
         """Write the events down; return those that the database would not take now."""
         if not events:
             return []
+        # Before it is in the table: what is listed after that then knows of it.
+        self.returns += [event for event in events if isinstance(event, RolledBack)]
         try:
             with self.services.db.session() as session:
                 jobs.record(session, self.job.id, fence=self.fence, events=events)
@@ -284,10 +300,13 @@ class Attempt:
                 self.add_metrics(event.step, numbers)
             case Choices():
                 self.add_metrics(event.step, {name: getattr(event, of) for name, of in CHOICE_METRICS.items()})
+            case RolledBack():
+                self.publisher.gone_back(event.step)
             case CheckpointSaved():
                 known = {} if event.best_step is None else {"best_step": event.best_step}
                 metrics = self.metrics.get(event.step, {}) | known
-                self.publisher.add(event.step, self.run_dir / event.path, metrics, best_step=event.best_step)
+                folder, best = self.run_dir / event.path, event.best_step
+                self.publisher.add(event.step, folder, metrics, best_step=best, seq=event.seq)
         if isinstance(event, LAST):
             self.last = event
 
@@ -303,8 +322,9 @@ class Attempt:
     def publish(self, saved: Saved) -> None:
         """Upload a checkpoint and make it the one that the next attempt starts from. In the publisher's thread."""
         checkpoints.publish(
-            self.services, self.job.id, fence=self.fence, step=saved.step, folder=saved.folder, metrics=saved.metrics
-        )
+            self.services, self.job.id, fence=self.fence, step=saved.step, folder=saved.folder, metrics=saved.metrics,
+            is_on_the_way=lambda: not any(back.seq > saved.seq and back.step < saved.step for back in self.returns),
+        )  # fmt: skip
         keep = self.config.training.keep_checkpoints
         checkpoints.prune(self.services, self.job.id, keep=keep, spare=saved.best_step)
         # Readers on another host see a running attempt's logs as far as these.
@@ -316,6 +336,8 @@ class Attempt:
         """Say that a checkpoint could not be published. In the publisher's thread."""
         if isinstance(error, InvalidMove):
             self.orders.give(Wish.LOST)
+            return
+        if isinstance(error, checkpoints.GoneBackFrom):
             return
         said = explain(error)
         self.asides.put(

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from threading import Condition, Thread
 from typing import Any
@@ -26,6 +27,8 @@ class Saved:
     metrics: Mapping[str, Any]
     best_step: int | None = None
     """Step of the one to keep besides the newest, as of this one."""
+    seq: int = 0
+    """Of the event that told of it."""
 
 
 def superfluous(waiting: Sequence[Saved], *, keep: int) -> list[Saved]:
@@ -56,17 +59,22 @@ class Publisher:
         self._busy = False
         self._closed = False
         self.listed: int | None = None
-        """Step of the one that was published last."""
+        """Step of the one that was published last, and that the run has not gone back from."""
+        self._limit = inf
+        """The least step that was gone back to since the upload under way began."""
         self._thread = Thread(target=copy_context().run, args=(self._work,), name="publisher", daemon=True)
         self._thread.start()
 
-    def add(self, step: int, folder: Path, metrics: Mapping[str, Any], *, best_step: int | None = None) -> None:
+    def add(
+        self, step: int, folder: Path, metrics: Mapping[str, Any], *, best_step: int | None = None, seq: int = 0
+    ) -> None:
         """Queue the checkpoint in `folder`. Where uploads fall behind, the oldest that wait are left out.
 
         One that is kept has its best kept too: by the time it is published, it would else name one that is nowhere.
         """
         # The engine keeps its newest few only; a second name for each file keeps the bytes until they are uploaded.
-        linked = self._outbox / folder.name
+        # By a name of its own, as a run that went back saves a step anew.
+        linked = self._outbox / f"{folder.name}-{seq}"
         try:
             shutil.copytree(folder, linked, copy_function=_link)
         except OSError as error:
@@ -75,11 +83,21 @@ class Publisher:
             log.warning("checkpoint not taken for its upload", step=step, error=str(error))
             return
         with self._changed:
-            self._waiting.append(Saved(step, linked, metrics, best_step))
+            self._waiting.append(Saved(step, linked, metrics, best_step, seq))
             for left_out in superfluous(self._waiting, keep=self._keep):
                 self._waiting.remove(left_out)
                 shutil.rmtree(left_out.folder)
                 log.warning("checkpoint left out", step=left_out.step, reason="uploads are slower than the training")
+            self._changed.notify_all()
+
+    def gone_back(self, step: int) -> None:
+        """The run goes on from this step: what waits and lies beyond is not uploaded, and what is listed of it void."""
+        with self._changed:
+            for left in [saved for saved in self._waiting if saved.step > step]:
+                self._waiting.remove(left)
+                shutil.rmtree(left.folder)
+            self._limit = min(self._limit, step)
+            self.listed = None if self.listed is None else min(self.listed, step)
             self._changed.notify_all()
 
     def flush(self) -> None:
@@ -101,7 +119,8 @@ class Publisher:
                 log.warning("checkpoint not published", step=saved.step, exc_info=True)
                 self._failed(saved, error)
             else:
-                self.listed = saved.step
+                with self._changed:
+                    self.listed = int(min(saved.step, self._limit))
                 log.info("checkpoint published", step=saved.step)
             shutil.rmtree(saved.folder, ignore_errors=True)
 
@@ -112,7 +131,7 @@ class Publisher:
             self._changed.wait_for(lambda: self._closed or bool(self._waiting))
             if self._closed:
                 return None
-            self._busy = True
+            self._busy, self._limit = True, inf
             return self._waiting.popleft()
 
 

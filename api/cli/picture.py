@@ -92,7 +92,7 @@ class Picture:
                 self.note = message
             case "failed" | "finished" | "stopped":
                 self.note, self.phase = message, None
-            case "spike" | "outliers" | "samples" | "checkpoint" | "log" | "changed":
+            case "spike" | "rolled_back" | "outliers" | "samples" | "checkpoint" | "log" | "changed":
                 self.note = message
 
     def _step(self, data: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from core.models import Job
 from core.services import Services
 from core.settings import Settings
 from core.states import JobState
-from engine.events import Evaluated
+from engine.events import Evaluated, RolledBack
 from tests import make
 from tests.core.test_catalog import CONFIG
 
@@ -187,6 +187,33 @@ def test_after_going_back_the_next_attempt_starts_where_the_run_went_on(services
             assert sorted(found.step for found in checkpoints.page(session, job).data) == kept
 
 
+def test_a_run_that_went_back_and_died_starts_from_none_that_it_had_left_behind(
+    services: Services, tmp_path: Path
+) -> None:
+    job = running(services)
+    for step in (10, 20, 30):
+        checkpoints.publish(services, job.id, fence=1, step=step, folder=saved(tmp_path / str(step)), metrics={})
+    with services.db.session() as session:
+        jobs.record(session, job.id, fence=1, events=[RolledBack(seq=7, step=10, from_step=34, rows=70)])
+    with services.db.reading() as session:
+        assert [found.step for found in checkpoints.newest_first(session, job.id)] == [10]
+
+    # What was on its way into storage when it went back is not listed any more, and leaves nothing.
+    with pytest.raises(checkpoints.GoneBackFrom):
+        checkpoints.publish(
+            services, job.id, fence=1, step=34, folder=saved(tmp_path / "34"), metrics={}, is_on_the_way=lambda: False
+        )
+    assert not [stored for stored in services.storage.list(f"jobs/{job.id}") if "step-00000034" in stored.key]
+
+    # Another attempt comes to the steps again, and what was left behind makes room.
+    job = again(services, job)
+    checkpoints.publish(services, job.id, fence=2, step=20, folder=saved(tmp_path / "20b", "anew"), metrics={})
+    checkpoints.prune(services, job.id, keep=5)
+    with services.db.reading() as session:
+        assert [found.step for found in checkpoints.newest_first(session, job.id)] == [20, 10]
+        assert {found.step for found in checkpoints.page(session, job).data} == {20, 10}
+
+
 def test_one_that_was_gone_back_from_and_that_others_start_from_is_kept_and_not_gone_on_from(
     services: Services, tmp_path: Path
 ) -> None:
@@ -201,7 +228,9 @@ def test_one_that_was_gone_back_from_and_that_others_start_from_is_kept_and_not_
         assert [found.step for found in checkpoints.newest_first(session, job.id)] == [25, 30]
 
 
-def test_a_checkpoint_that_a_waiting_job_starts_from_is_kept_for_it(services: Services, tmp_path: Path) -> None:
+def test_a_checkpoint_that_a_job_starts_from_is_kept_for_it_also_once_that_has_ended(
+    services: Services, tmp_path: Path
+) -> None:
     job = running(services)
     first = checkpoints.publish(services, job.id, fence=1, step=1, folder=saved(tmp_path / "1"), metrics={})
     with services.db.session() as session:
@@ -211,9 +240,11 @@ def test_a_checkpoint_that_a_waiting_job_starts_from_is_kept_for_it(services: Se
     with services.db.session() as session:
         assert sorted(found.step for found in checkpoints.page(session, job).data) == [1, 2]
         jobs.move(session, waiting.id, S.CANCELLED)
+    # It may be retried, and then needs what it needed.
     checkpoints.prune(services, job.id, keep=1)
-    with services.db.reading() as session:
-        assert [found.step for found in checkpoints.page(session, job).data] == [2]
+    with services.db.session() as session:
+        assert sorted(found.step for found in checkpoints.page(session, job).data) == [1, 2]
+        assert catalog.base_source(session, jobs.find(session, waiting.id)) == f"checkpoint:{first.id}"
 
 
 def test_the_best_checkpoint_outlives_newer_ones_and_the_newest_knows_it(services: Services, tmp_path: Path) -> None:

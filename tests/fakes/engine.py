@@ -32,6 +32,17 @@ def main() -> int:
     events.write("started", total_steps=training["steps"], start_step=start, ranks=options.ranks, parameters=1,
                  trainable_parameters=1, train_rows=1, train_tokens=1, vocab_size=260, device="cpu")  # fmt: skip
     unsaid: int | None = None
+    if options.go_back_to is not None and not start:
+        # A run that has saved twice, goes back to the first, and dies before it saves again.
+        for step in range(1, 2 * options.go_back_to + 1):
+            events.write("step", step=step, loss=1 / step, lr=0.1, grad_norm=1.0, tokens=step, tokens_per_second=1.0,
+                         step_seconds=options.step_seconds)  # fmt: skip
+            if step % options.go_back_to == 0:
+                save(run_dir, step, events)
+        rest(options.step_seconds, options.heartbeat_timeout)
+        events.write("rolled_back", step=options.go_back_to, from_step=step, rows=step)
+        rest(options.step_seconds, options.heartbeat_timeout)
+        return end(1)
     for step in range(start + 1, training["steps"] + 1):
         rest(options.step_seconds, options.heartbeat_timeout)
         if options.fail:
@@ -60,6 +71,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--step-seconds", type=float, default=0.01)
     parser.add_argument("--fail", help="report this error at the first step")
     parser.add_argument("--vanish-at", type=int, help="die at this step without a word")
+    parser.add_argument("--go-back-to", type=int, help="go back to this step from its double, once, and die")
     parser.add_argument("--ignore-term", action="store_true", help="do not end when asked")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--heartbeat-timeout", type=float)

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.exc import DataError
 
-from core import jobs, metrics, nodes
+from core import checkpoints, jobs, metrics, nodes
 from core.keys import Account
 from core.models import Artifact, Checkpoint, Job, JobEvent, Slot
 from core.services import Services
@@ -181,6 +181,22 @@ def test_cancelling_ends_a_run(services: Services, options: tuple[str, ...]) -> 
     assert outcome.action is Action.CANCEL
     assert job_of(services, job_id).state is JobState.CANCELLED
     assert_nothing_left(services, job_id)
+
+
+@pytest.mark.parametrize("pause", ["0", "0.5"], ids=["before it is listed", "after"])
+def test_a_run_that_went_back_and_died_goes_on_from_where_it_went_back_to(services: Services, pause: str) -> None:
+    job_id = place_job(services, steps=20)
+
+    supervised(services, job_id, fake_engine("--go-back-to", "5", "--step-seconds", pause))
+
+    assert "went back from step 10 to step 5" in messages_of(services, job_id)
+    with services.db.reading() as session:
+        assert [each.step for each in checkpoints.newest_first(session, job_id)] == [5]
+    place_again(services, job_id)
+    supervised(services, job_id, fake_engine())
+    assert any("steps 6 to 20" in message for message in messages_of(services, job_id))
+    assert job_of(services, job_id).state is JobState.SUCCEEDED
+    assert steps_of(services, job_id) == list(range(1, 21))
 
 
 def test_pausing_saves_and_resuming_continues(services: Services) -> None:

@@ -152,6 +152,21 @@ def test_a_run_goes_back_by_as_many_checkpoints_as_it_was_told(tmp_path, base, m
     assert [*losses[:step], *losses[2:]] == other
 
 
+def test_going_back_is_told_after_what_was_saved_until_then(tmp_path, base):
+    training = {"seed": LATE, "non_finite": "roll_back", "checkpoint_every": 1, "steps": 3, "global_batch": 2,
+                "micro_batch": 2, "roll_back_checkpoints": 2}  # fmt: skip
+    run = config(training=training)
+    ready(tmp_path / "run", base, run)
+    seen = []
+    trainer.train(run, tmp_path / "run", seen.append, StopWish())
+    told = [event for event in seen if event.type in {"checkpoint", "rolled_back"}]
+    assert [(event.type, event.step) for event in told] == [
+        ("checkpoint", 1), ("checkpoint", 2), ("rolled_back", 1), ("checkpoint", 2), ("checkpoint", 3),
+    ]  # fmt: skip
+    # Three steps of two rows were read, of which two counted.
+    assert (told[2].from_step, told[2].rows) == (2, 6)
+
+
 def test_a_run_that_went_back_forgets_which_losses_were_usual(tmp_path, base, monkeypatch):
     known = []
     begins = Spikes.begins
