@@ -119,11 +119,14 @@ class Written(io.StringIO):
 
 @pytest.fixture
 def logging_as_before() -> Iterator[None]:
-    handlers, level = logging.getLogger().handlers, logging.getLogger().level
+    names = (None, *logging.getLogger().manager.loggerDict)
+    handlers, levels = logging.getLogger().handlers, [logging.getLogger(name).level for name in names]
+    configured = structlog.get_config()
     yield
     logging.getLogger().handlers = handlers
-    logging.getLogger().setLevel(level)
-    structlog.reset_defaults()
+    for name, level in zip(names, levels, strict=True):
+        logging.getLogger(name).setLevel(level)
+    structlog.configure(**configured)
 
 
 @pytest.mark.usefixtures("logging_as_before")

@@ -7,13 +7,17 @@ import hashlib
 import hmac
 import inspect
 import json
+import logging
 import os
 import tempfile
+import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import structlog
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.orm import Session
 
@@ -157,7 +161,9 @@ def test_the_processes_that_train_see_no_secret_of_the_service_or_of_its_host(st
         assert secret not in said, f"{secret} is in a log"
 
 
-def test_the_api_writes_no_key_into_its_log(live: Live, http, key: str, capfd, lines_of_the_api: list[str]) -> None:
+def test_the_api_writes_no_key_into_its_log(
+    live: Live, http, key: str, capfd, lines_of_the_api: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever was sent with it: to no route, in a URL, in a body that is no JSON, or where the server fails."""
     secret = http.post("/v1/keys", json={"name": "a", "scopes": ["read"]}).json()["secret"]
     hook = {"name": "ci", "url": "https://example.com/planted-in-url", "event_types": ["job.failed"]}
@@ -171,37 +177,42 @@ def test_the_api_writes_no_key_into_its_log(live: Live, http, key: str, capfd, l
         reader.post("/v1/files")
     with live.http(key[:-1]) as stranger:
         stranger.get("/v1/jobs")
+    monkeypatch.setattr("core.nodes.listing", lambda session: 1 // 0)
+    assert http.get("/v1/nodes", params={"api_key": key, "token": secret}).status_code == 500
+    assert "ZeroDivisionError" in "".join(lines_of_the_api)
     said = "".join(lines_of_the_api) + "".join(capfd.readouterr())
     for one in (key, secret, signing, key[:-1], "planted-in-url", "training-data-of-a-stranger"):
         assert one not in said
 
 
 @pytest.fixture
-def lines_of_the_api(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged in this process, where the API of the tests runs, with everything that a record carries."""
-    import logging
+def lines_of_the_api() -> Iterator[list[str]]:
+    """What is logged in this process, where the API of the tests runs, with everything that a record carries.
 
-    import structlog
-
+    What the test's own thread logs is left out: that is its HTTP client, which tells the URLs that it asks.
+    """
     said: list[str] = []
+    client = threading.get_ident()
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(repr(record.__dict__))
+            if record.thread != client:
+                said.append(repr(record.__dict__))
 
-    root = logging.getLogger()
-    handler = Keep(level=logging.DEBUG)
-    root.addHandler(handler)
-    monkeypatch.setattr(root, "level", logging.DEBUG)
-    processors = structlog.get_config()["processors"]
+    root, handler = logging.getLogger(), Keep(level=logging.DEBUG)
+    level, processors = root.level, structlog.get_config()["processors"]
 
     def keep(logger: object, name: str, event: dict[str, object]) -> dict[str, object]:
-        said.append(repr(event))
+        said.append(repr(event) + (traceback.format_exc() if event.get("exc_info") else ""))
         return event
 
+    root.addHandler(handler)
+    # Not the attribute: a logger remembers what it was asked before, and only this lets it forget.
+    root.setLevel(logging.DEBUG)
     processors.insert(0, keep)
-    yield said  # type: ignore[misc]
+    yield said
     processors.remove(keep)
+    root.setLevel(level)
     root.removeHandler(handler)
 
 
