@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from api import browsers, surroundings, trips
-from api.surroundings import MULTIPART_BYTES, Limit
+from api.surroundings import MULTIPART_BYTES, Limit, Surroundings
 from api.trips import in_place
 from core import keys, quotas
 from core.errors import TooManyRequests
@@ -82,7 +82,8 @@ def count(request: Request, services: Services, account: Account) -> None:
     verdict = services.throttle.take(account.key_id)
     if verdict is None:
         return
-    headers = surroundings.of(request.scope).headers
+    around = surroundings.of(request.scope)
+    around.was_refused, headers = verdict.refused_lately, around.headers
     headers["x-ratelimit-limit-requests"] = str(verdict.per_minute)
     headers["x-ratelimit-remaining-requests"] = str(verdict.remaining)
     headers["x-ratelimit-reset-requests"] = f"{verdict.full_in:.3f}s"
@@ -127,11 +128,18 @@ class Trying:
 
     idempotency_key: str | None
     number: int
-    came_at: float
+    around: Surroundings
 
     def of(self, owner: Account, ask: BaseModel) -> Try:
         body = ask.model_dump_json().encode()
-        return Try.of(owner, body, idempotency_key=self.idempotency_key, number=self.number, came_at=self.came_at)
+        return Try.of(
+            owner,
+            body,
+            idempotency_key=self.idempotency_key,
+            number=self.number,
+            came_at=self.around.came_at,
+            may_be_belated=not self.around.was_refused,
+        )
 
 
 def trying(
@@ -141,7 +149,7 @@ def trying(
     ] = None,
     retries: Annotated[int, Header(alias="x-stainless-retry-count", ge=0, le=10**6, include_in_schema=False)] = 0,
 ) -> Trying:
-    return Trying(idempotency_key, retries, surroundings.of(request.scope).came_at)
+    return Trying(idempotency_key, retries, surroundings.of(request.scope))
 
 
 TryingDep = Annotated[Trying, Depends(in_place(trying))]

@@ -31,6 +31,8 @@ class Surroundings:
     """What the answer gets, whatever it is."""
     limit: Limit | None = None
     """Of the body; None before it is known what is asked for."""
+    was_refused: bool = False
+    """Whether the key was lately told to come again later."""
 
     def tighten(self, limit: Limit) -> None:
         """Refuse a body sooner than it would have been."""

@@ -287,7 +287,7 @@ class Job(Base):
     request_digest: Mapped[str | None] = mapped_column(String(64), index=True)
     """SHA-256 of the body, and of the key holder where the create has no name, by which another try of it is known."""
     made_by_retry: Mapped[int] = mapped_column(default=0)
-    """How many tries of the same create its client had made before this one; they may still arrive."""
+    """How many tries of the same create its client had made before this one; 0 once the first has come, too."""
     created_at: Mapped[float] = mapped_column(default=database_now())
     started_at: Mapped[float | None]
     finished_at: Mapped[float | None]

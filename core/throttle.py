@@ -28,22 +28,28 @@ _TAKE = """
 local most = tonumber(ARGV[1])
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
-local bucket = redis.call('HMGET', KEYS[1], 'tokens', 'at')
+local bucket = redis.call('HMGET', KEYS[1], 'tokens', 'at', 'refused_at')
+local refused = 0
+if now - (tonumber(bucket[3]) or 0) < 120 then
+  refused = 1
+end
 local waited = math.max(0, now - (tonumber(bucket[2]) or now))
 local tokens = math.min(most, (tonumber(bucket[1]) or most) + waited * most / 60)
 local taken = 0
 if tokens >= 1 then
   tokens = tokens - 1
   taken = 1
+else
+  redis.call('HSET', KEYS[1], 'refused_at', string.format('%.6f', now))
 end
 redis.call('HSET', KEYS[1], 'tokens', string.format('%.9f', tokens), 'at', string.format('%.6f', now))
 redis.call('EXPIRE', KEYS[1], 120)
-return {taken, string.format('%.9f', tokens)}
+return {taken, string.format('%.9f', tokens), refused}
 """
 
 
 def bucket(key_id: str) -> str:
-    """Name of a key's bucket in the broker: a hash of `tokens` and the time `at` which there were so many."""
+    """Name of a key's bucket in the broker: a hash of `tokens`, `at` which time there were so many, `refused_at`."""
     return f"trainshed:bucket:{key_id}"
 
 
@@ -54,6 +60,8 @@ class Verdict:
     per_minute: int
     allowed: bool
     tokens: float
+    refused_lately: bool
+    """Whether the key was told to come again later, within the last two minutes."""
 
     @property
     def remaining(self) -> int:
@@ -95,8 +103,8 @@ class Throttle:
             self._away_until = monotonic() + AWAY_SECONDS
             log.warning("the broker is away, so requests are not limited", reason=str(error))
             return None
-        taken, tokens = cast("tuple[int, bytes]", answer)
-        return Verdict(self.per_minute, allowed=bool(taken), tokens=float(tokens))
+        taken, tokens, refused = cast("tuple[int, bytes, int]", answer)
+        return Verdict(self.per_minute, allowed=bool(taken), tokens=float(tokens), refused_lately=bool(refused))
 
     def close(self) -> None:
         self._client.close()

@@ -1,8 +1,8 @@
 """Tries of one create: a client that got no answer asks again, in any order of arrival, and one job is made.
 
 A client that names its create (`Idempotency-Key`) is believed for ever, within its project. The openai client names
-none, but counts its tries: what says that it is a retry is the same as what its key asked before, and a first try that
-its own retry overtook is known by having been here when that made the job.
+none, but counts its tries: what says that it is a retry is the same as what its key asked before. A retry that made a
+job is owed its first try, once: that was here when the job was made, or was held up on its way and comes soon after.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Self
 
-from sqlalchemy import Float, Select, bindparam, select
+from sqlalchemy import ColumnElement, Float, Select, bindparam, or_, select, update
 from sqlalchemy.orm import Session
 
 from core.db import directly
 from core.errors import InvalidSpec
 from core.keys import Account
 from core.models import Job, database_now
+from core.states import TERMINAL
 
 RETRY_WINDOW = timedelta(minutes=10)
 """How long an identical create that says it is a retry is taken for one."""
+BELATED = timedelta(minutes=1)
+"""How long the first try of a retry that made a job may be held up on its way, and arrive after that was answered."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Try:
     """How many tries its client made before."""
     came_at: float | None = None
     """On this host's monotonic clock."""
+    may_be_belated: bool = True
+    """Whether a retry's first try may have been nowhere yet: not where its key was lately told to come again later."""
 
     @classmethod
     def of(
@@ -49,10 +54,11 @@ class Try:
         idempotency_key: str | None = None,
         number: int = 0,
         came_at: float | None = None,
+        may_be_belated: bool = True,
     ) -> Self:
         sent = hashlib.sha256(owner.key_id.encode() + b"\0" + body).hexdigest()
         digest = sent if idempotency_key is None else hashlib.sha256(body).hexdigest()
-        return cls(idempotency_key, digest, sent, number, came_at)
+        return cls(idempotency_key, digest, sent, number, came_at, may_be_belated)
 
     @property
     def may_be_first(self) -> bool:
@@ -79,9 +85,15 @@ def made_before(session: Session, owner: Account, this: Try) -> Job | None:
     # Where the transaction has to wait until it may begin, it does so before it is reckoned how long ago this try came.
     session.connection()
     same = {"project": owner.project_id, "digest": this.digest}
-    if this.number == 0:
-        return _found(session, _OVERTAKEN, same | {"waited": monotonic() - (this.came_at or 0.0)})
-    return _found(session, _RETRIED, same | {"waited": RETRY_WINDOW.total_seconds()})
+    if this.number:
+        return _found(session, _RETRIED, same | {"waited": RETRY_WINDOW.total_seconds()})
+    waited = monotonic() - (this.came_at or 0.0)
+    belated = BELATED.total_seconds() if this.may_be_belated else 0.0
+    job = _found(session, _OWED, same | {"waited": waited, "belated": max(waited, belated)})
+    if job is not None:
+        # The next one is another wish.
+        directly(session, _SETTLED, {"settled": job.id})
+    return job
 
 
 def _found(session: Session, statement: Select[str], values: Mapping[str, Any]) -> Job | None:
@@ -92,13 +104,15 @@ def _found(session: Session, statement: Select[str], values: Mapping[str, Any]) 
 
 _MINE = select(Job.id).where(Job.project_id == bindparam("project"))
 _OF_NAME = _MINE.where(Job.idempotency_key == bindparam("name"))
-_RETRIED = (
-    _MINE.where(
-        Job.request_digest == bindparam("digest"),
-        Job.created_at >= database_now() - bindparam("waited", type_=Float),
-    )
-    .order_by(Job.created_at.desc())
-    .limit(1)
-)
-_OVERTAKEN = _RETRIED.where(Job.made_by_retry > 0)
-"""The jobs of the first try's own retries, since it came."""
+_MADE_OF_IT = _MINE.where(Job.request_digest == bindparam("digest")).order_by(Job.created_at.desc()).limit(1)
+
+
+def _within(name: str) -> ColumnElement[bool]:
+    return Job.created_at >= database_now() - bindparam(name, type_=Float)
+
+
+_RETRIED = _MADE_OF_IT.where(_within("waited"))
+# Who sees a job end, and asks for the same again, wants another.
+_OWED = _MADE_OF_IT.where(Job.made_by_retry > 0, _within("belated"), or_(_within("waited"), Job.state.not_in(TERMINAL)))
+"""The job of a retry whose first try has not been here."""
+_SETTLED = update(Job).where(Job.id == bindparam("settled")).values(made_by_retry=0)

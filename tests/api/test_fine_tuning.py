@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -14,13 +16,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import openai
 import pytest
+import redis
 from sqlalchemy import text
 
 from core import checkpoints
+from core.throttle import bucket
 from engine.events import Evaluated, Finished
 from tests import fetched
 from tests.api import driving, openai_walk
@@ -156,7 +160,9 @@ def test_the_example_of_the_page_makes_a_job(live, key, http, base, page, monkey
     monkeypatch.chdir(ROOT)
     with ExitStack() as opened:
         monkeypatch.setattr(openai, "OpenAI", lambda **_: opened.enter_context(at_ours()))
-        monkeypatch.setattr(builtins, "open", lambda *how: opened.enter_context(Path(how[0]).open(how[1])))
+        monkeypatch.setattr(
+            builtins, "open", lambda *how, **more: opened.enter_context(Path(how[0]).open(*how[1:], **more))
+        )
         exec(compile(example, page, "exec"), {})
     assert "queued" in capsys.readouterr().out
     (job,) = http.get("/v1/fine_tuning/jobs").json()["data"]
@@ -338,6 +344,56 @@ def test_a_client_that_gives_up_waiting_and_tries_again_makes_one_job(live, key,
     wait_for(lambda: list(sdk.fine_tuning.jobs.list()))
     again = sdk.fine_tuning.jobs.create(model=base, training_file=file, extra_headers={"x-stainless-retry-count": "1"})
     assert [job.id for job in sdk.fine_tuning.jobs.list()] == [again.id]
+
+
+def test_a_try_that_a_proxy_held_up_until_its_retry_was_answered_makes_no_second_job(live, key, sdk, base, file):
+    host, port = live.url.removeprefix("http://").split(":")
+
+    class Proxy(socketserver.BaseRequestHandler):
+        """Takes the first request and answers nothing; passes the others on."""
+
+        held: ClassVar[list[bytes]] = []
+
+        def handle(self) -> None:
+            request = whole(self.request)
+            if not self.held:
+                self.held.append(request)
+            else:
+                self.request.sendall(passed_on(request))
+
+    def whole(stream: socket.socket) -> bytes:
+        with stream.makefile("rb") as lines:
+            head = b"".join(iter(lines.readline, b"\r\n"))
+            return head + b"\r\n" + lines.read(int(re.search(rb"(?i)content-length: (\d+)", head)[1]))
+
+    def passed_on(request: bytes) -> bytes:
+        with socket.create_connection((host, int(port)), timeout=20) as server:
+            server.sendall(request)
+            return whole(server)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Proxy) as proxy:
+        serving = threading.Thread(target=proxy.serve_forever, args=(0.01,))
+        serving.start()
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{proxy.server_address[1]}/v1", api_key=key) as client:
+            made = client.fine_tuning.jobs.create(model=base, training_file=file)
+        proxy.shutdown()
+        serving.join(20)
+    (held,) = Proxy.held
+    assert b"x-stainless-retry-count: 0" in held.lower()
+    assert json.loads(passed_on(held).partition(b"\r\n\r\n")[2])["id"] == made.id
+    assert [job.id for job in sdk.fine_tuning.jobs.list()] == [made.id]
+    # The same again, of the user's own will.
+    assert sdk.fine_tuning.jobs.create(model=base, training_file=file).id != made.id
+
+
+def test_a_first_try_that_was_put_off_has_been_here_so_that_the_next_is_another_wish(live, http, key, base, file):
+    body = {"model": base, "training_file": file}
+    retry = {"x-stainless-retry-count": "1"}
+    name = bucket(f"key-{key.split('_')[1]}")
+    with redis.Redis.from_url(live.services.settings.redis) as broker:
+        broker.hset(name, mapping={"refused_at": str(broker.time()[0])})
+    made = http.post("/v1/fine_tuning/jobs", json=body, headers=retry).json()["id"]
+    assert create(http, base, file).json()["id"] != made
 
 
 def test_an_unknown_place_to_go_on_from_is_an_error(http, base, file):

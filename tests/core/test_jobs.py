@@ -20,7 +20,7 @@ from core.settings import Settings
 from core.spec import MOST_LABELS, JobChange, LayoutAsk
 from core.states import HELD, MOVES, TERMINAL, UNDER_WAY, JobState
 from core.storage import Storage
-from core.tries import RETRY_WINDOW, Try
+from core.tries import BELATED, RETRY_WINDOW, Try
 from tests import make
 from tests.fakes.hints import Heard
 
@@ -618,14 +618,40 @@ def test_a_first_try_that_its_own_retry_overtook_is_the_same_job_and_a_new_wish_
     first_came = monotonic()
     made = create(1, monotonic())
     assert create(0, first_came).id == made.id
-    # Whoever asks after the answer wants another.
-    made.created_at -= 0.1
-    session.flush()
-    fresh = create(0, monotonic())
-    assert fresh.id != made.id
-    # Two first tries at once are two wishes, also where they are alike.
+    # It has been here now: whoever asks again wants another, and two first tries at once are two wishes, however alike.
     both_came = monotonic()
-    assert len({create(0, both_came).id, create(0, both_came).id, made.id, fresh.id}) == 4
+    assert len({create(0, first_came).id, create(0, both_came).id, create(0, both_came).id, made.id}) == 4
+
+
+def test_a_retry_is_owed_its_first_try_once_and_soon_and_while_its_job_lives(
+    session: Session, owner: Account, tmp_settings: Settings
+) -> None:
+    make.file(session)
+
+    def create(number: int, body: bytes, **known: bool) -> Job:
+        this = Try.of(owner, body, number=number, came_at=monotonic(), **known)
+        return jobs.create(session, owner, make.spec(), settings=tmp_settings, this=this)
+
+    def answered(body: bytes, *, seconds_ago: float = 1.0) -> Job:
+        """What a second and a third try made, which the client has heard of."""
+        job = create(1, body)
+        assert create(2, body).id == job.id
+        job.created_at -= seconds_ago
+        session.flush()
+        return job
+
+    made = answered(b"held up")
+    assert create(0, b"another").id != made.id
+    assert create(0, b"held up").id == made.id
+    assert create(0, b"held up").id != made.id
+    late = answered(b"held up for long", seconds_ago=BELATED.total_seconds() + 1)
+    assert create(0, b"held up for long").id != late.id
+    # Its first try has been here: it is why the client waited.
+    refused = answered(b"refused at first")
+    assert create(0, b"refused at first", may_be_belated=False).id != refused.id
+    ended = answered(b"ended")
+    jobs.cancel(session, owner, ended.id)
+    assert create(0, b"ended").id != ended.id
 
 
 def test_a_retry_is_one_only_for_a_while_and_only_for_its_key(

@@ -49,6 +49,24 @@ def test_tokens_come_back_evenly_and_never_beyond_a_minutes_worth(url: str) -> N
     throttle.close()
 
 
+def test_it_is_known_for_two_minutes_that_a_key_was_refused(url: str) -> None:
+    throttle = Throttle(url, per_minute=1)
+    client = throttle._client
+
+    def again(*, after: int) -> bool | None:
+        """Whether it is known when there is a token again, so many seconds later."""
+        refused_at = float(client.hget(bucket("key-d"), "refused_at"))
+        client.hset(bucket("key-d"), mapping={"tokens": "1", "refused_at": str(refused_at - after)})
+        verdict = throttle.take("key-d")
+        return verdict and verdict.refused_lately
+
+    verdicts = [throttle.take("key-d") for _ in range(3)]
+    assert [verdict.refused_lately for verdict in verdicts if verdict] == [False, False, True]
+    assert again(after=60)
+    assert again(after=61) is False
+    throttle.close()
+
+
 def test_without_a_broker_or_a_limit_nobody_counts(tmp_path: Path, url: str) -> None:
     away = Throttle(f"unix://{tmp_path}/nobody.sock", per_minute=1)
     assert [away.take("key-a") for _ in range(3)] == [None] * 3
