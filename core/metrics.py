@@ -50,7 +50,11 @@ def append(session: Session, job_id: str, step: int, values: Mapping[str, float 
     """Add a point of this step to each metric that has a value, beyond all that it has."""
     rows = [{"job_id": job_id, "name": name, "step": step, "value": value} for name, value in _told(values)]
     if rows:
-        session.execute(insert(Metric), rows)
+        # Past the session, which would write the job and its event for each step: they go together, at the end.
+        session.connection().execute(_POINTS, rows)
+
+
+_POINTS = insert(Metric)
 
 
 def insert_between(session: Session, job_id: str, step: int, values: Mapping[str, float | None]) -> None:
