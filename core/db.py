@@ -36,6 +36,9 @@ log = structlog.get_logger(__name__)
 BUSY_SECONDS = 15
 """How long a writer waits for another one before it gives up."""
 
+CACHE_KIB = 512
+"""What a connection keeps of a SQLite file. Each of a pool does, until another writes; the kernel keeps it for all."""
+
 AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
 """The database is not there, is busy or takes no writes: the same can work later. Any other error would come back."""
 
@@ -165,9 +168,10 @@ def _prepare_postgresql(connection: Any, record: object) -> None:
 
 
 def _prepare_sqlite(connection: Any, record: object) -> None:
-    # The driver would begin transactions by itself, and late; `_begin_sqlite` does it instead.
+    # The driver would begin transactions by itself, and late; `_Turns` does it instead.
     connection.isolation_level = None
-    for pragma in ("journal_mode=WAL", f"busy_timeout={BUSY_SECONDS * 1000}", "foreign_keys=ON"):
+    busy, cache = f"busy_timeout={BUSY_SECONDS * 1000}", f"cache_size={-CACHE_KIB}"
+    for pragma in ("journal_mode=WAL", busy, "foreign_keys=ON", cache):
         connection.execute(f"PRAGMA {pragma}")
 
 
