@@ -8,6 +8,7 @@ import structlog
 
 from core import outbox, posting, webhooks
 from core.outbox import Errand
+from core.reach import UnreachableError
 from core.services import Services
 from workers.orders import Orders
 
@@ -71,7 +72,7 @@ class Courier:
                 seconds=self.seconds,
             )
             reason = f"it answered {status}"
-        except posting.UnreachableError as error:
+        except UnreachableError as error:
             reason = str(error)
         told = {"message": errand.id, "endpoint": endpoint.id, "attempt": errand.attempt}
         with self.services.db.session() as session:

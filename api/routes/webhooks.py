@@ -28,6 +28,7 @@ from core import outbox, posting, webhooks
 from core.errors import Forbidden, NotFound, Unavailable, Undelivered
 from core.keys import Account
 from core.models import new_id
+from core.reach import UnreachableError
 from core.services import Services
 
 router = APIRouter(prefix="/v1", tags=["webhooks"], route_class=OneTrip)
@@ -174,5 +175,5 @@ def _send_sample(services: Services, owner: Account, endpoint_id: str, event_typ
     headers = webhooks.signed(endpoint, new_id("msg"), body)
     try:
         return posting.post(endpoint.url, body=body, headers=headers, networks=services.settings.reachable)
-    except posting.UnreachableError as error:
+    except UnreachableError as error:
         raise Undelivered(f"The endpoint could not be reached: {error}.", param="url") from error

@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 
 from core import posting
 from core.errors import InvalidRequest
-from core.posting import UnreachableError, may_reach
+from core.reach import UnreachableError, may_reach
 from tests.fakes.receiver import Receiver, receiving
 
 HERE = (ip_network("127.0.0.0/8"), ip_network("::1/128"))
@@ -141,7 +141,7 @@ def test_tls_is_spoken_to_whom_the_url_names_and_to_nobody_else(
     with receiving(context) as receiver:
         with pytest.raises(UnreachableError, match="certificate"):
             post(receiver.url)
-        monkeypatch.setattr(posting, "_ssl_context", lambda: ssl.create_default_context(cafile=str(certificate)))
+        monkeypatch.setattr(posting, "ssl_context", lambda: ssl.create_default_context(cafile=str(certificate)))
         assert post(receiver.url) == 204
         assert receiver.next().body == b'{"a":1}'
         with pytest.raises(UnreachableError, match="certificate"):

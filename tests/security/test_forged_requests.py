@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from core import posting
-from core.posting import UnreachableError
+from core.reach import UnreachableError
 from tests.api import driving
 from tests.api.test_requests import envelope
 from tests.fakes.receiver import Receiver, receiving
