@@ -15,6 +15,7 @@ from core.models import (
     AuditLog,
     Checkpoint,
     File,
+    HubDownload,
     Job,
     JobEvent,
     Model,
@@ -633,6 +634,27 @@ class ArtifactList(ListOut):
 # Models
 
 
+class DownloadOut(Out):
+    """A base that comes, or came, from a hub."""
+
+    source: str
+    """`hf://org/name@commit`: the commit that the revision was when it was registered."""
+    bytes: int
+    """So far."""
+    total_bytes: int
+    reason: str | None
+    """Why it could not be fetched, or what was in the way last; it is tried again for a while."""
+
+    @classmethod
+    def of(cls, download: HubDownload) -> Self:
+        return cls(
+            source=f"hf://{download.repo}@{download.commit_hash}",
+            bytes=download.done_bytes,
+            total_bytes=download.total_bytes,
+            reason=download.reason,
+        )
+
+
 class ModelOut(Out):
     """OpenAI's model object, with what we know of it."""
 
@@ -643,9 +665,13 @@ class ModelOut(Out):
     job_id: str | None
     """The job that made it."""
     shape: dict[str, Any]
+    status: Literal["ready", "downloading", "failed"]
+    """Whether jobs may start from it."""
+    download: DownloadOut | None
+    """Where it came from; null for what was here already."""
 
     @classmethod
-    def of(cls, model: Model, *, seen_by: Account) -> Self:
+    def of(cls, model: Model, *, seen_by: Account, download: HubDownload | None = None) -> Self:
         # A checkpoint that was shared with the caller's project doesn't say whose it is.
         told = model.project_id is None or model.project_id == seen_by.project_id
         return cls(
@@ -654,6 +680,8 @@ class ModelOut(Out):
             owned_by=(model.project_id or "trainshed") if told else "another-project",
             job_id=model.job_id if told else None,
             shape=model.shape,
+            status="ready" if download is None else download.status,
+            download=None if download is None else DownloadOut.of(download),
         )
 
 

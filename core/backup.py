@@ -24,10 +24,10 @@ from sqlalchemy import Engine, create_engine, inspect, make_url, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from core import joblogs, schema, uploads
+from core import downloads, joblogs, schema, uploads
 from core.db import open_engine
 from core.errors import NotFound
-from core.models import Artifact, Checkpoint, File, UploadPart
+from core.models import Artifact, Checkpoint, File, HubDownload, UploadPart
 from core.settings import Settings
 from core.storage import Storage, open_storage, sha256_of
 
@@ -269,6 +269,9 @@ def _named(session: Session) -> Iterator[Named]:
     oldest_first = select(Checkpoint.storage_prefix, Checkpoint.bytes).order_by(Checkpoint.created_at)
     for prefix, size in session.execute(oldest_first):
         yield Named(prefix, size, is_tree=True)
+    arrived = select(HubDownload.model_key, HubDownload.total_bytes).where(HubDownload.status == "ready")
+    for key, size in session.execute(arrived):
+        yield Named(downloads.prefix_of(key), size, is_tree=True)
     for part in session.scalars(select(UploadPart)):
         yield Named(uploads.key_of(part.upload_id, part.id), part.bytes)
     for key, size, sha256 in session.execute(select(File.storage_key, File.bytes, File.sha256)):

@@ -20,17 +20,20 @@ from sqlalchemy.orm import Session
 
 from core import audit
 from core.db import directly
-from core.errors import Forbidden, InUse, InvalidModel, InvalidRequest, InvalidSpec, NotFound
+from core.errors import Forbidden, InUse, InvalidModel, InvalidRequest, InvalidSpec, NotFound, NotReady
 from core.keys import Account
-from core.models import Checkpoint, CheckpointPermission, Job, Model
+from core.models import Checkpoint, CheckpointPermission, HubDownload, Job, Model
 from core.resolve import BaseFacts
 from core.states import TERMINAL
 from engine import families, inventory
 from engine.config import ModelShape, RunConfig
 from engine.inventory import InvalidWeights
 
-_FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+"""What a model's folder, or a file in it, may be called."""
 CHECKPOINT, ADAPTER = "checkpoint:", "adapter:"
+HUB = "hf:"
+"""A base that is still on its way from there."""
 
 
 def get(session: Session, owner: Account, name: str, *, models: Path) -> Model:
@@ -40,7 +43,7 @@ def get(session: Session, owner: Account, name: str, *, models: Path) -> Model:
     if checkpoint := _of_checkpoint(session, owner, name):
         return checkpoint
     folder = models / name
-    if _FOLDER.fullmatch(name) and _is_model(folder):
+    if FOLDER.fullmatch(name) and _is_model(folder):
         return _of_folder(name, folder)
     if _is_within(models, name):
         raise InvalidModel(f"The folder {name!r} {_no_model(models / name)}", param="model")
@@ -62,7 +65,7 @@ def list_(session: Session, owner: Account, *, models: Path) -> list[Model]:
 def discover(models: Path) -> Iterator[Model]:
     """The folders beneath `models` that hold a supported model; others are left out here, and named by `get`."""
     for folder in sorted(models.iterdir()) if models.is_dir() else ():
-        if _FOLDER.fullmatch(folder.name) and _is_model(folder):
+        if FOLDER.fullmatch(folder.name) and _is_model(folder):
             try:
                 yield _of_folder(folder.name, folder)
             except InvalidModel:
@@ -71,7 +74,7 @@ def discover(models: Path) -> Iterator[Model]:
 
 def known(session: Session, owner: Account, name: str, *, models: Path) -> Model:
     """`get`, and other processes find the model by its `key` afterwards, by `source_of`."""
-    model = get(session, owner, name, models=models)
+    model = usable(session, get(session, owner, name, models=models))
     if model.source.startswith(CHECKPOINT):
         # It has a row of its own, and goes when that goes.
         return model
@@ -79,6 +82,24 @@ def known(session: Session, owner: Account, name: str, *, models: Path) -> Model
         # Somebody else wanted the same folder at this moment.
         model = get(session, owner, name, models=models)
     return model
+
+
+def usable(session: Session, model: Model) -> Model:
+    """The model, whose files are all there; NotReady for one that is still to come from a hub, or never came."""
+    if not model.source.startswith(HUB):
+        return model
+    download = session.get_one(HubDownload, model.key)
+    if download.status == "failed":
+        raise NotReady(
+            f"{model.id} could not be fetched from {model.source}: {download.reason}. Delete it and register it again "
+            "once that is mended.",
+            param="model",
+        )
+    raise NotReady(
+        f"{model.id} is still being fetched from {model.source}, {download.done_bytes:,} of {download.total_bytes:,} "
+        f"bytes so far; it can be used once GET /v1/models/{model.id} says that its status is ready.",
+        param="model",
+    )
 
 
 def source_of(session: Session, key: str) -> str | None:
@@ -99,7 +120,7 @@ def base_source(session: Session, job: Job) -> str | None:
 def facts(session: Session, owner: Account, name: str, *, models: Path, param: str = "model.base") -> BaseFacts:
     """What resolving a job needs to know of its base. Only reads, and of files too, so let it hold no lock."""
     with _blaming(param):
-        model = get(session, owner, name, models=models)
+        model = usable(session, get(session, owner, name, models=models))
         folder = source_folder(model, models)
         # Read anew: a folder may have been replaced since it was first seen.
         shape = ModelShape.model_validate(model.shape) if folder is None else inspect(folder)
@@ -139,7 +160,7 @@ def _blaming(param: str) -> Iterator[None]:
     """Let the error of a model that is not there, or can't be used, name this field."""
     try:
         yield
-    except (NotFound, InvalidModel) as error:
+    except (NotFound, InvalidModel, NotReady) as error:
         raise type(error)(error.message, param=param) from error
 
 
@@ -154,8 +175,22 @@ def register(session: Session, owner: Account, name: str, source: str | Mapping[
         model.project_id = None if owner.manages_organization else owner.project_id
     else:
         model = _named_result(session, owner, name, source["job"])
+    return _introduce(session, owner, model, models=models)
+
+
+def expect(session: Session, owner: Account, name: str, source: str, shape: ModelShape, *, models: Path) -> Model:
+    """Give a name to a base that is still to come, from a hub. An admin of the organisation's is everyone's."""
+    owner.require("admin")
+    project_id = None if owner.manages_organization else owner.project_id
+    model = Model(id=name, project_id=project_id, source=source, shape=shape.model_dump(mode="json"))
+    return _introduce(session, owner, model, models=models)
+
+
+def _introduce(session: Session, owner: Account, model: Model, *, models: Path) -> Model:
+    """Add a model under a name that is still free."""
+    name = model.id
     # A folder may keep the name that it has.
-    is_folder = model.source != f"dir:{name}" and _FOLDER.fullmatch(name) and _is_model(models / name)
+    is_folder = model.source != f"dir:{name}" and FOLDER.fullmatch(name) and _is_model(models / name)
     if is_folder or not _insert(session, model, beside=owner.project_id):
         raise InvalidSpec(f"The name {name!r} is taken; choose another.", param="id")
     audit.record(session, owner, "model.registered", model.id, source=model.source)
@@ -340,7 +375,7 @@ def _is_within(models: Path, name: str) -> bool:
 
 def _no_model(folder: Path) -> str:
     """Why a folder is not a model, and what to do."""
-    if not _FOLDER.fullmatch(folder.name):
+    if not FOLDER.fullmatch(folder.name):
         return "can't be a model: name it with letters, digits, dots, hyphens and underscores, the first no sign."
     if (folder / "snapshots").is_dir():
         return (
@@ -395,8 +430,10 @@ def trained_shape(session: Session, job: Job) -> dict[str, Any]:
 def _named_folder(name: str, source: str, models: Path) -> Model:
     kind, _, where = source.partition(":")
     if kind != "dir":
-        raise InvalidSpec("A source is dir:<folder under the models directory>, or a job.", param="source")
-    if not _FOLDER.fullmatch(where) or not (models / where).is_dir():
+        raise InvalidSpec(
+            "A source is dir:<folder under the models directory>, hf://org/name@revision, or a job.", param="source"
+        )
+    if not FOLDER.fullmatch(where) or not (models / where).is_dir():
         raise NotFound(f"There is no folder {where!r} in the models directory.", param="source")
     shape = inspect(models / where).model_dump(mode="json")
     return Model(id=name, project_id=None, source=f"dir:{where}", shape=shape)

@@ -63,6 +63,14 @@ class InvalidModel(DomainError):
     code = "invalid_model"
 
 
+class NotReady(DomainError):
+    """The model's files are not all there yet, or could not be fetched."""
+
+    status, code = 409, "model_not_ready"
+    # The openai client would try again for seconds, and a download takes minutes.
+    headers: ClassVar[dict[str, str]] = {"x-should-retry": "false"}
+
+
 class InvalidKey(DomainError):
     """No such key, or it was revoked or has expired."""
 

@@ -18,7 +18,7 @@ from threading import Thread, Timer
 from typing import IO, Any, Literal
 
 from core import catalog, files
-from core.errors import InvalidModel, InvalidRequest, NotFound, Unavailable
+from core.errors import InvalidModel, InvalidRequest, NotFound, NotReady, Unavailable
 from core.keys import Account
 from core.models import File, Model
 from core.resolve import usual_seq_len
@@ -71,9 +71,9 @@ def _examined(
     with services.db.reading() as session:
         file = files.get(session, owner, question.file_id)
         try:
-            model = catalog.get(session, owner, question.base, models=models)
-        except NotFound as error:
-            raise NotFound(error.message, param="base") from error
+            model = catalog.usable(session, catalog.get(session, owner, question.base, models=models))
+        except (NotFound, NotReady) as error:
+            raise type(error)(error.message, param="base") from error
     if (form := file.report.get("format")) is None:
         raise InvalidRequest(f"{file.id} is no training file: upload it with the purpose fine-tune.", param="file_id")
     if form == "tokens":

@@ -411,10 +411,39 @@ class Model(Base):
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
     """The job that made it."""
     source: Mapped[str] = mapped_column(Text)
-    """`dir:<folder>` beneath the models directory, `storage:<prefix>`, or `adapter:<job>:<prefix>` on its base."""
+    """`dir:<folder>` beneath the models directory, `storage:<prefix>`, or `adapter:<job>:<prefix>` on its base.
+
+    `hf://<org>/<name>@<commit>` as long as it is not in storage.
+    """
     shape: Mapped[dict[str, Any]]
     """`engine.config.ModelShape`."""
     created_at: Mapped[float] = mapped_column(default=database_now())
+
+
+class HubDownload(Base):
+    """A base that comes, or came, from a hub."""
+
+    __tablename__ = "hub_downloads"
+
+    model_key: Mapped[str] = mapped_column(ForeignKey("models.key", ondelete="CASCADE"), primary_key=True)
+    repo: Mapped[str] = mapped_column(Name)
+    """Such as `org/name`."""
+    commit_hash: Mapped[str] = mapped_column(String(64))
+    """What the revision was when it was registered."""
+    files: Mapped[list[Any]]
+    """What is fetched of it: `core.hub.HubFile`."""
+    total_bytes: Mapped[int]
+    done_bytes: Mapped[int] = mapped_column(default=0)
+    """On the disk of whoever fetches it."""
+    status: Mapped[Literal["downloading", "ready", "failed"]] = mapped_column(String(16))
+    reason: Mapped[str | None] = mapped_column(Text)
+    """Why it failed, or what was in the way last."""
+    attempts: Mapped[int] = mapped_column(default=0)
+    """Also the fence: what an earlier attempt has to say is dropped."""
+    failures: Mapped[int] = mapped_column(default=0)
+    """In a row, without a byte more between."""
+    due_at: Mapped[float | None] = mapped_column(index=True)
+    """When somebody fetches it, or goes on where another has died; None once it is ready or given up."""
 
 
 class CheckpointPermission(Base):

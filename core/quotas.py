@@ -1,7 +1,7 @@
 """What a project may use and what it uses, counted from rows; who acts on it asks here.
 
-GPU-hours are slot-hours that were really held, in this calendar month (UTC). Storage is what files, checkpoints and
-results have in it, and parts of uploads.
+GPU-hours are slot-hours that were really held, in this calendar month (UTC). Storage is what files, checkpoints,
+results and bases from a hub have in it, and parts of uploads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ from sqlalchemy.orm import Session
 
 from core.db import Database
 from core.errors import QuotaExceeded
-from core.models import Artifact, Checkpoint, File, Holding, Job, Project, Upload, UploadPart, database_now
+from core.models import (
+    Artifact,
+    Checkpoint,
+    File,
+    Holding,
+    HubDownload,
+    Job,
+    Model,
+    Project,
+    Upload,
+    UploadPart,
+    database_now,
+)
 from core.projects import Limits
 from core.states import HELD
 
@@ -186,6 +198,10 @@ _STORED: tuple[Select[Any, Any], ...] = (
     select(Upload.project_id, func.sum(UploadPart.bytes)).join(UploadPart).group_by(Upload.project_id),
     select(Job.project_id, func.sum(Checkpoint.bytes)).join(Checkpoint).group_by(Job.project_id),
     select(Job.project_id, func.sum(Artifact.bytes)).join(Artifact).group_by(Job.project_id),
+    select(Model.project_id, func.sum(HubDownload.total_bytes))
+    .join(HubDownload)
+    .where(HubDownload.status != "failed")
+    .group_by(Model.project_id),
 )
 """Project and bytes, of each kind of thing that lies in storage."""
 

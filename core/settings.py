@@ -13,6 +13,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -28,6 +29,7 @@ _SCHEMES = {
     "database_url": ("postgresql://", "postgres://", "postgresql+psycopg://", "sqlite:///"),
     "redis_url": ("redis://", "rediss://", "unix://"),
     "storage_url": ("s3://", "file:///"),
+    "hf_endpoint": ("https://", "http://"),
 }
 """How the URLs begin that the service can use."""
 
@@ -94,6 +96,16 @@ class Settings(BaseSettings):
     """How long things stay, such as `checkpoints.age=30d,logs.count=2,files.age=52w`. Default: for ever."""
     webhook_networks: str | None = None
     """Networks that webhooks may reach beside the public internet, such as `127.0.0.0/8,10.1.0.0/16`. Default: none."""
+    hf_endpoint: str = Field("https://huggingface.co", validation_alias=_either("HF_ENDPOINT"))
+    """The hub that `hf://` sources of models are fetched from, or a mirror of it."""
+    hf_token: str | None = Field(None, repr=False, validation_alias=_either("HF_TOKEN"))
+    """Token for the hub, sent to it alone, and only for what an admin of the organisation registers."""
+    hf_hub_offline: bool = Field(False, validation_alias=_either("HF_HUB_OFFLINE"))
+    """Ask no hub: `hf://` sources are refused."""
+    hub_networks: str | None = None
+    """Networks that a hub may redirect to beside the public internet, such as `10.1.0.0/16`. Default: none."""
+    max_model_bytes: int = Field(256 * 1024**3, ge=1)
+    """Largest base that is fetched from a hub, in bytes."""
     wandb_api_key: str | None = Field(None, repr=False)
     """Key of Weights & Biases: workers that have the package wandb pass on the jobs whose `integrations` say so."""
     log_level: str = "INFO"
@@ -106,6 +118,21 @@ class Settings(BaseSettings):
         if url is not None and not url.startswith(schemes):
             raise ValueError(f"a URL that begins with {', '.join(schemes[:-1])} or {schemes[-1]} is needed")
         return url
+
+    @field_validator("hf_endpoint")
+    @classmethod
+    def names_a_host(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if not parts.hostname or "@" in parts.netloc or parts.query or parts.fragment:
+            raise ValueError("a host is needed, without user, query or fragment")
+        return url.rstrip("/")
+
+    @field_validator("hf_token")
+    @classmethod
+    def fits_a_header(cls, token: str | None) -> str | None:
+        if token is not None and not re.fullmatch(r"[\x21-\x7e]+", token):
+            raise ValueError("a token is characters of ASCII, none of them white space")
+        return token
 
     @field_validator("admin_key")
     @classmethod
@@ -127,7 +154,7 @@ class Settings(BaseSettings):
         stays.parse(rules)
         return rules
 
-    @field_validator("webhook_networks")
+    @field_validator("webhook_networks", "hub_networks")
     @classmethod
     def is_a_list_of_networks(cls, networks: str | None) -> str | None:
         _networks(networks)
@@ -142,6 +169,11 @@ class Settings(BaseSettings):
     def reachable(self) -> tuple[Network, ...]:
         """The networks of `webhook_networks`."""
         return _networks(self.webhook_networks)
+
+    @property
+    def hub_reachable(self) -> tuple[Network, ...]:
+        """The networks of `hub_networks`."""
+        return _networks(self.hub_networks)
 
     @property
     def database(self) -> str:
@@ -181,6 +213,11 @@ class Settings(BaseSettings):
         return self.data_dir.absolute() / "runs"
 
     @property
+    def downloads(self) -> Path:
+        """Where bases from a hub are put together on this host."""
+        return self.data_dir.absolute() / "downloads"
+
+    @property
     def fair_share_half_life(self) -> timedelta:
         return timedelta(hours=self.fair_share_half_life_hours)
 
@@ -218,7 +255,8 @@ def complaints(error: ValidationError) -> str:
     found = []
     for one in error.errors(include_input=False):
         name = str(one["loc"][0]).upper().removeprefix("TRAINSHED_")
-        variable = name if name.lower() in _SCHEMES else f"TRAINSHED_{name}"
+        field = Settings.model_fields.get(name.lower())
+        variable = name if field is not None and field.validation_alias else f"TRAINSHED_{name}"
         found.append(f"{variable}: {one['msg'].removeprefix('Value error, ')}")
     return "; ".join(found)
 

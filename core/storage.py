@@ -40,6 +40,11 @@ class Storage:
         """`folder` is where the objects lie as files; None where they don't."""
         self._store, self._folder = store, folder
 
+    @property
+    def folder(self) -> Path | None:
+        """Where the objects lie as files on this host; None where they don't."""
+        return self._folder
+
     def put_file(self, key: str, path: Path) -> None:
         """Store a file's content."""
         with path.open("rb") as file:

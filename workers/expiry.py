@@ -6,7 +6,7 @@ from time import monotonic
 
 import structlog
 
-from core import files, outbox, retention, uploads, visits
+from core import downloads, files, outbox, retention, uploads, visits
 from core.services import Services
 from workers.duties import Duty, keep
 from workers.orders import Orders
@@ -28,6 +28,7 @@ class Expiry:
         self.duties = (
             Duty("expire files", EXPIRE_SECONDS, self.expire_files),
             Duty("sweep files", SWEEP_SECONDS, self.sweep_files),
+            Duty("sweep bases", SWEEP_SECONDS, self.sweep_bases),
             Duty("expire uploads", EXPIRE_SECONDS, self.expire_uploads),
             Duty("forget uploads", FORGET_SECONDS, self.forget_uploads),
             Duty("retention", RETENTION_SECONDS, self.retention, due_at=monotonic() + RETENTION_SECONDS),
@@ -45,6 +46,10 @@ class Expiry:
     def sweep_files(self) -> None:
         for key in files.sweep(self.services.db, self.services.storage):
             log.warning("content without a file removed", key=key)
+
+    def sweep_bases(self) -> None:
+        for key in downloads.sweep(self.services.db, self.services.storage):
+            log.info("content of a base that is gone removed", model=key)
 
     def expire_uploads(self) -> None:
         for id_ in uploads.expire(self.services.db, self.services.storage):

@@ -16,6 +16,7 @@ from workers.clock import Clock
 from workers.courier import Courier
 from workers.duties import Duty, beside, keep
 from workers.expiry import Expiry
+from workers.fetcher import Fetcher
 from workers.orders import Orders, obey_signals
 
 log = structlog.get_logger(__name__)
@@ -139,6 +140,7 @@ def main() -> None:
         Services(settings) as services,
         beside(Expiry(services).run, "expiry"),
         beside(Courier(services).run, "courier"),
+        beside(Fetcher(services).run, "fetcher"),
     ):
         log.info("upkeep is up")
         Upkeep(services).run(orders)

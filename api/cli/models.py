@@ -21,20 +21,23 @@ def list_models(context: typer.Context, as_json: JsonFlag = False) -> None:
     if as_json:
         show_json(rows)
     else:
-        columns = {"model": "id", "owner": "owned_by", "job": "job_id"}
+        columns = {"model": "id", "owner": "owned_by", "job": "job_id", "status": "status"}
         show_table(rows, columns, none="No models yet: put one into the server's models directory, or pretrain one.")
 
 
+@app.command("add")
 @app.command("register")
 def register_model(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="What it is called.")],
-    source: Annotated[str, typer.Argument(help="A folder in the server's models directory, or a job's id.")],
+    source: Annotated[
+        str, typer.Argument(help="hf://org/name@revision, a folder in the server's models directory, or a job's id.")
+    ],
     as_json: JsonFlag = False,
 ) -> None:
-    """Name a model that jobs can start from."""
+    """Name a model that jobs can start from; one of a hub is fetched in the background, see `models show`."""
     with client(context) as trainshed:
-        of_job, said = source.startswith("job-"), source.startswith("dir:")
+        of_job, said = source.startswith("job-"), source.startswith(("dir:", "hf://"))
         made = trainshed.register_model(name, {"job": source} if of_job else source if said else f"dir:{source}")
     if as_json:
         show_json(made)
@@ -50,7 +53,7 @@ def show_model(context: typer.Context, model: ModelName, as_json: JsonFlag = Fal
     if as_json:
         show_json(found)
         return
-    shape = found["shape"]
+    shape, download = found["shape"], found.get("download") or {}
     sizes = ("architecture", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size", "max_seq_len")
     show_facts(
         {
@@ -58,6 +61,10 @@ def show_model(context: typer.Context, model: ModelName, as_json: JsonFlag = Fal
             "owner": found["owned_by"],
             "made": moment(found["created"]),
             "by": found["job_id"],
+            "status": found.get("status"),
+            "from": download.get("source"),
+            "bytes": f"{download['bytes']:,} of {download['total_bytes']:,}" if download else None,
+            "reason": download.get("reason"),
             "shape": ", ".join(f"{name} {shape[name]}" for name in sizes if shape.get(name) is not None),
         }
     )

@@ -9,6 +9,9 @@ from engine.naming import shapes_of
 from tests import make
 from tests.api import driving
 from tests.api.test_requests import envelope
+from tests.fakes.hub import COMMIT, hub
+from workers.fetcher import Fetcher
+from workers.orders import Orders
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
@@ -122,3 +125,65 @@ def test_a_base_serves_a_fine_tune(http, base):
     answer = http.post("/v1/jobs", json=body)
     assert answer.status_code == 201, answer.text
     assert answer.json()["run_config"]["lora"]["rank"] == 16
+
+
+@pytest.fixture
+def fake(live, monkeypatch):
+    """A hub with `MODEL`, which is the server's."""
+    files = {path.partition("/")[2]: content for path, content in MODEL.items()}
+    with hub("org/tiny", files, large=frozenset({"model.safetensors"}), token="hf_secret") as fake:
+        told = {"hf_endpoint": fake.url, "hf_token": "hf_secret"}
+        monkeypatch.setattr(live.services, "settings", live.services.settings.model_copy(update=told))
+        yield fake
+
+
+def test_a_base_of_a_hub_is_pinned_at_once_and_fetched_in_the_background(live, organization, http, fake, request):
+    name = "hub/tiny"
+    request.addfinalizer(lambda: live.services.storage.delete_tree("hub"))
+    made = organization.post("/v1/models", json={"id": name, "source": "hf://org/tiny@v1.0"})
+    assert made.status_code == 201, made.text
+    total = sum(map(len, fake.files.values()))
+    download = {"source": f"hf://org/tiny@{COMMIT}", "bytes": 0, "total_bytes": total, "reason": None}
+    assert (made.json()["status"], made.json()["download"]) == ("downloading", download)
+    assert made.json()["shape"]["hidden_size"] == 16
+    assert not fake.of("model.safetensors")
+    body = {"kind": "finetune", "model": {"base": name}, "data": {"train": [driving.upload(http)["id"]]}}
+    for path, asked in (("jobs", body), ("plans", body), ("completions", {"model": name, "prompt": "a"})):
+        refused = http.post(f"/v1/{path}", json=asked)
+        error = envelope(refused, 409)
+        assert error["code"] == "model_not_ready"
+        assert f"0 of {total:,} bytes so far" in error["message"]
+        assert refused.headers["x-should-retry"] == "false"
+    Fetcher(live.services).look(Orders())
+    found = http.get(f"/v1/models/{name}").json()
+    assert (found["status"], found["download"]) == ("ready", download | {"bytes": total})
+    assert found in http.get("/v1/models").json()["data"]
+    assert http.post("/v1/jobs", json=body).status_code == 201
+    assert "hf_secret" not in http.get("/v1/models").text
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "words"),
+    [
+        pytest.param("hf://org/other", 404, "is not there, or is private or gated", id="another repository"),
+        pytest.param("hf://org", 400, "hf://org/name@revision", id="no repository"),
+        pytest.param("hf://org/tiny@../main", 400, "hf://org/name@revision", id="no revision"),
+    ],
+)
+def test_what_cannot_be_fetched_is_refused_at_the_door(http, fake, source, status, words):
+    error = envelope(http.post("/v1/models", json={"id": "new", "source": source}), status)
+    assert error["param"] == "source"
+    assert words in error["message"]
+
+
+def test_a_hub_is_asked_by_admins_alone_and_not_where_the_operator_says_so(live, http, fake, monkeypatch):
+    body = {"id": "new", "source": "hf://org/tiny"}
+    with live.http(live.key("submit")) as submitter:
+        envelope(submitter.post("/v1/models", json=body), 403)
+    told = {"hf_hub_offline": True}
+    monkeypatch.setattr(live.services, "settings", live.services.settings.model_copy(update=told))
+    assert "HF_HUB_OFFLINE" in envelope(http.post("/v1/models", json=body), 400)["message"]
+    assert not fake.asked
+    told = {"hf_hub_offline": False, "hf_endpoint": "http://127.0.0.1:1"}
+    monkeypatch.setattr(live.services, "settings", live.services.settings.model_copy(update=told))
+    assert "can't be asked now" in envelope(http.post("/v1/models", json=body), 503)["message"]

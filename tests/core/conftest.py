@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from core.settings import Settings
 
@@ -13,3 +19,22 @@ from core.settings import Settings
 def tmp_settings(tmp_path: Path) -> Settings:
     """Settings for functions that look at folders only."""
     return Settings(data_dir=tmp_path)
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate that says to be localhost, with its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.2"))])
+    made = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(names, critical=False).sign(key, hashes.SHA256())
+    )  # fmt: skip
+    form = serialization.PrivateFormat.PKCS8
+    secret = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    path = tmp_path / "certificate.pem"
+    path.write_bytes(made.public_bytes(serialization.Encoding.PEM) + secret)
+    return path

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import ssl
 from collections.abc import Iterator
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_network
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from core import posting
 from core.errors import InvalidRequest
@@ -112,25 +107,6 @@ def test_nobody_there_and_no_such_name_are_told(receiver: Receiver) -> None:
         post("http://127.0.0.1:1/")
     with pytest.raises(UnreachableError, match="can't be resolved"):
         post("http://nothing.invalid/")
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    """A certificate that says to be localhost, with its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.2"))])
-    made = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-        .serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(names, critical=False).sign(key, hashes.SHA256())
-    )  # fmt: skip
-    form = serialization.PrivateFormat.PKCS8
-    secret = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-    path = tmp_path / "certificate.pem"
-    path.write_bytes(made.public_bytes(serialization.Encoding.PEM) + secret)
-    return path
 
 
 def test_tls_is_spoken_to_whom_the_url_names_and_to_nobody_else(

@@ -46,7 +46,7 @@ def receiving(context: ssl.SSLContext | None = None) -> Iterator[Receiver]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
+            body = self.rfile.read(int(self.headers["content-length"] or 0))
             receiver.came.put(Message(self.path, dict(self.headers), body))
             if receiver.silent:
                 self.wfile.write(b"HTTP/1.1 200 OK\r\n")

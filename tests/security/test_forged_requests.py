@@ -11,9 +11,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from core import posting
+from core.hub import Hub, Refused
 from core.reach import UnreachableError
 from tests.api import driving
 from tests.api.test_requests import envelope
+from tests.fakes.hub import COMMIT, FakeHub, hub
 from tests.fakes.receiver import Receiver, receiving
 
 PUBLIC = (ip_network("127.0.0.2/32"),)
@@ -97,16 +99,67 @@ def test_an_address_inside_is_refused_however_it_is_written(url: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "hf://evil/model@main", "http://{inside}/model", "https://{inside}/model", "file:///etc", "s3://{inside}/model",
+        "hf://{inside}/model@main", "hf://{inside}", "hf://x@{inside}/model", "hf://org/model@../../{inside}",
+        "hf://org/model@main?endpoint=http://{inside}", "http://{inside}/model",
+        "https://{inside}/model", "file:///etc", "s3://{inside}/model",
         "dir:http://{inside}", "dir:../..", "dir:/etc", "dir:", "checkpoint:x", "storage:files", "adapter:x:y", "dir:.",
         "//{inside}/share",
     ],
 )  # fmt: skip
-def test_no_source_of_a_model_is_fetched_from_anywhere(organization, inside: Receiver, source: str) -> None:
+def test_no_source_of_a_model_is_fetched_from_where_it_says(organization, inside: Receiver, source: str) -> None:
     source = source.format(inside=urlsplit(inside.url).netloc)
     answer = organization.post("/v1/models", json={"id": "evil", "source": source})
     assert answer.status_code in {400, 404}
     envelope(answer, answer.status_code)
+    assert inside.came.empty()
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeHub]:
+    """The operator's hub, which somebody has taken over."""
+    with hub("org/tiny", {"w": b"0123456789"}, large=frozenset({"w"})) as fake:
+        yield fake
+
+
+def fetch(fake: FakeHub) -> None:
+    with Hub(fake.url, networks=PUBLIC).opened("org/tiny", COMMIT, "w", start=0, seconds=2):
+        pass
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "https://10.0.0.1/",
+        "https://169.254.169.254/latest/",
+        "https://[::1]/",
+        "https://0x0a000001/",
+        "https://localhost/",
+    ],
+)
+def test_a_hub_leads_nobody_inside(fake: FakeHub, location: str) -> None:
+    fake.location = location
+    with pytest.raises(UnreachableError, match=r"not on the public internet|resolved"):
+        fetch(fake)
+
+
+def test_a_name_that_a_hub_redirects_to_gains_nothing_by_changing_its_address(
+    fake: FakeHub, inside: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.location = f"https://evil.example:{urlsplit(inside.url).port}/"
+    names = Rebinding(["127.0.0.2"], [INSIDE])
+    monkeypatch.setattr(socket, "getaddrinfo", names.getaddrinfo)
+    with pytest.raises(UnreachableError, match="refused"):
+        fetch(fake)
+    assert names.asked == 1
+    with pytest.raises(UnreachableError, match="not on the public internet"):
+        fetch(fake)
+    assert inside.came.empty()
+
+
+def test_a_hub_leads_nobody_to_http(fake: FakeHub, inside: Receiver) -> None:
+    fake.location = inside.url
+    with pytest.raises(Refused, match="not https"):
+        fetch(fake)
     assert inside.came.empty()
 
 

@@ -1,0 +1,301 @@
+"""Bases come from a hub in the background: whole, checked, once, and through the death of whoever fetches them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import update
+
+from core import catalog, downloads, quotas
+from core.backup import backup
+from core.errors import InvalidSpec, NotReady, QuotaExceeded
+from core.keys import Account
+from core.models import HubDownload, Model
+from core.services import Services
+from tests import make
+from tests.core.test_catalog import CONFIG, WHOLE
+from tests.fakes.hub import COMMIT, FakeHub, hub
+from tests.make import tokenizer, weights
+from tests.workers.test_lease import until
+from workers.fetcher import Fetcher
+from workers.orders import Orders
+from workers.outcome import Wish
+from workers.staging import stage_model
+
+WEIGHTS = "model.safetensors"
+FILES = {
+    "config.json": json.dumps(CONFIG).encode(), "tokenizer.json": tokenizer(260), WEIGHTS: weights(WHOLE),
+}  # fmt: skip
+TOTAL = sum(map(len, FILES.values()))
+DEADLINE_SECONDS = 60
+CUT = 20_000
+"""Bytes of the weights, of 37,551."""
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeHub]:
+    with hub("org/tiny", FILES, large=frozenset({WEIGHTS})) as fake:
+        yield fake
+
+
+@pytest.fixture
+def asking(services: Services, fake: FakeHub) -> Services:
+    services.settings = services.settings.model_copy(update={"hf_endpoint": fake.url})
+    return services
+
+
+def begin(services: Services, owner: Account, name: str = "tiny") -> str:
+    """Register the twin's repository; the model's key."""
+    found = downloads.find(services.settings, owner, "hf://org/tiny@v1.0")
+    with services.db.session() as session:
+        return downloads.begin(session, owner, name, found, models=services.settings.models).key
+
+
+def look(services: Services, orders: Orders | None = None) -> None:
+    Fetcher(services).look(orders or Orders())
+
+
+def row(services: Services, key: str) -> HubDownload:
+    with services.db.reading() as session:
+        return session.get_one(HubDownload, key)
+
+
+def due(services: Services, key: str) -> None:
+    """As if the wait, or the hold of a process that died, were over."""
+    with services.db.session() as session:
+        session.execute(update(HubDownload).where(HubDownload.model_key == key).values(due_at=0.0))
+
+
+def asked_from(fake: FakeHub) -> list[str | None]:
+    """From where on each request wanted the weights."""
+    return [one.headers.get("range") for one in fake.of(f"/cdn/{WEIGHTS}")]
+
+
+def test_a_base_comes_and_is_there_for_jobs_on_any_host(
+    asking: Services, fake: FakeHub, owner: Account, tmp_path: Path
+) -> None:
+    key = begin(asking, owner)
+    with asking.db.reading() as session, pytest.raises(NotReady, match=f"0 of {TOTAL:,} bytes"):
+        catalog.facts(session, owner, "tiny", models=asking.settings.models)
+    look(asking)
+    found = row(asking, key)
+    assert (found.status, found.done_bytes, found.due_at, found.commit_hash) == ("ready", TOTAL, None, COMMIT)
+    with asking.db.reading() as session:
+        assert catalog.facts(session, owner, "tiny", models=asking.settings.models).shape.hidden_size == 16
+        source = catalog.source_of(session, key)
+    assert source is not None
+    stage_model(asking, source, tmp_path / "staged")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "staged").iterdir()} == FILES
+    assert not list(asking.settings.downloads.iterdir())
+    assert backup(asking.settings, tmp_path / "backup").objects == len(FILES)
+    # By the commit, whatever the revision is by then.
+    assert {one.path.split("/")[4] for one in fake.of("/resolve/")} == {COMMIT}
+
+
+def test_a_download_that_breaks_off_goes_on_from_there(asking: Services, fake: FakeHub, owner: Account) -> None:
+    key, fake.cut_after = begin(asking, owner), CUT
+    look(asking)
+    found = row(asking, key)
+    assert (found.status, found.failures) == ("downloading", 1)
+    assert "connection failed" in (found.reason or "")
+    assert found.done_bytes >= CUT
+    look(asking)
+    assert asked_from(fake) == [None], "not before its wait is over"
+    due(asking, key)
+    look(asking)
+    assert row(asking, key).status == "ready"
+    assert asked_from(fake) == [None, f"bytes={CUT}-"]
+
+
+def test_a_hub_that_knows_no_ranges_begins_again(asking: Services, fake: FakeHub, owner: Account) -> None:
+    key, fake.cut_after, fake.whole_only = begin(asking, owner), CUT, True
+    look(asking)
+    due(asking, key)
+    look(asking)
+    found = row(asking, key)
+    assert (found.status, found.done_bytes) == ("ready", TOTAL)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_not_what_the_hub_said_is_never_used_and_is_fetched_anew(
+    asking: Services, fake: FakeHub, owner: Account, name: str
+) -> None:
+    fake.damaged = None
+    key = begin(asking, owner)
+    fake.damaged = name
+    look(asking)
+    found = row(asking, key)
+    assert (found.status, found.reason) == (
+        "downloading", f"{name} is not what the hub says it is: its size or hash differs",
+    )  # fmt: skip
+    assert not list(asking.storage.list(downloads.PREFIX))
+    fake.damaged = None
+    due(asking, key)
+    look(asking)
+    assert row(asking, key).status == "ready"
+
+
+def test_it_is_given_up_after_some_failures_with_the_reason(asking: Services, fake: FakeHub, owner: Account) -> None:
+    key = begin(asking, owner)
+    for left in reversed(range(len(downloads.WAITS) + 1)):
+        fake.answers = [503]
+        due(asking, key)
+        look(asking)
+        assert row(asking, key).status == ("downloading" if left else "failed")
+    with asking.db.reading() as session, pytest.raises(NotReady, match=r"it answered 503\. Delete it"):
+        catalog.facts(session, owner, "tiny", models=asking.settings.models)
+    assert row(asking, key).due_at is None
+
+
+def test_a_file_that_went_from_the_hub_is_the_end_of_it(asking: Services, fake: FakeHub, owner: Account) -> None:
+    key = begin(asking, owner)
+    del fake.files[WEIGHTS]
+    look(asking)
+    found = row(asking, key)
+    assert (found.status, found.due_at) == ("failed", None)
+    assert f"has no hf://org/tiny@{COMMIT}/{WEIGHTS}" in (found.reason or "")
+
+
+def test_weights_of_another_model_are_found_once_they_are_here(asking: Services, fake: FakeHub, owner: Account) -> None:
+    fake.files[WEIGHTS] = weights({"x": ("F32", (1,))})
+    key = begin(asking, owner)
+    look(asking)
+    found = row(asking, key)
+    assert found.status == "failed"
+    assert "tensor x is not part of the model" in (found.reason or "")
+    Fetcher(asking).tidy()
+    assert not list(asking.settings.downloads.iterdir())
+
+
+@contextmanager
+def upkeep(services: Services) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that fetches, as `serve` starts it."""
+    variables = os.environ | services.settings.environment()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "workers.upkeep"], env=variables, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(DEADLINE_SECONDS)
+
+
+def test_the_death_of_whoever_fetches_costs_no_byte_that_had_come(
+    asking: Services, fake: FakeHub, owner: Account
+) -> None:
+    key, fake.halt_after = begin(asking, owner), CUT
+    with upkeep(asking) as process:
+        assert fake.halted.wait(DEADLINE_SECONDS)
+        work = asking.settings.downloads / key / "tiny" / f".{WEIGHTS}.part"
+        until(lambda: work.exists() and work.stat().st_size > 0)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(DEADLINE_SECONDS)
+    fake.go_on.set()
+    come = work.stat().st_size
+    look(asking)
+    assert row(asking, key).status == "downloading", "another holds it, for all that anybody knows"
+    due(asking, key)
+    look(asking)
+    assert row(asking, key).status == "ready"
+    assert asked_from(fake)[-1] == f"bytes={come}-"
+
+
+def test_who_is_told_to_end_leaves_it_to_the_next_at_once(asking: Services, fake: FakeHub, owner: Account) -> None:
+    key, orders = begin(asking, owner), Orders()
+    orders.give(Wish.DRAIN)
+    look(asking, orders)
+    assert row(asking, key).status == "downloading"
+    look(asking)
+    assert row(asking, key).status == "ready"
+
+
+def test_who_lost_its_hold_says_nothing_more(asking: Services, owner: Account) -> None:
+    key = begin(asking, owner)
+    with asking.db.session() as session:
+        late = downloads.take(session)
+    assert late is not None
+    due(asking, key)
+    with asking.db.session() as session:
+        assert downloads.take(session) is not None
+    with asking.db.session() as session:
+        assert not downloads.beat(session, late, 1)
+        assert not downloads.arrived(session, late)
+        assert not downloads.failed(session, late, "x", for_good=True)
+    assert row(asking, key).status == "downloading"
+
+
+def test_a_base_that_was_deleted_meanwhile_leaves_nothing(asking: Services, owner: Account) -> None:
+    models = asking.settings.models
+    key = begin(asking, owner)
+    look(asking)
+    assert len(list(asking.storage.list(downloads.PREFIX))) == len(FILES)
+    assert downloads.sweep(asking.db, asking.storage, age=timedelta()) == []
+    with asking.db.session() as session:
+        catalog.delete(session, owner, "tiny", models=models)
+    assert downloads.sweep(asking.db, asking.storage, age=timedelta()) == [key]
+    assert not list(asking.storage.list(downloads.PREFIX))
+    gone = begin(asking, owner)
+    with asking.db.session() as session:
+        errand = downloads.take(session)
+        catalog.delete(session, owner, "tiny", models=models)
+    assert errand is not None
+    Fetcher(asking).bring(errand, Orders())
+    with asking.db.reading() as session:
+        assert session.get(Model, gone) is None
+    Fetcher(asking).tidy()
+    assert not list(asking.settings.downloads.iterdir())
+
+
+def test_a_disk_without_room_for_it_is_told_and_waited_for(
+    asking: Services, fake: FakeHub, owner: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = begin(asking, owner)
+    monkeypatch.setattr("workers.fetcher.SPARE_BYTES", 2**60)
+    look(asking)
+    found = row(asking, key)
+    assert found.status == "downloading"
+    assert "free space on it" in (found.reason or "")
+    assert not fake.of("/cdn/")
+
+
+def test_a_base_of_a_project_is_part_of_what_it_may_store_and_gets_no_token(
+    asking: Services, fake: FakeHub, owner: Account
+) -> None:
+    member = Account(project_id="proj-other", key_id="key-other", scopes=frozenset({"admin"}))
+    with asking.db.session() as session:
+        make.project(session).storage_bytes = TOTAL
+    asking.settings = asking.settings.model_copy(update={"hf_token": "hf_secret"})
+    key = begin(asking, member)
+    look(asking)
+    assert row(asking, key).status == "ready"
+    assert not [one for one in fake.asked if "authorization" in one.headers]
+    with asking.db.reading() as session:
+        assert quotas.storage_left(session, member.project_id) == 0
+    with pytest.raises(QuotaExceeded):
+        begin(asking, member, "once-more")
+    begin(asking, owner)
+    assert fake.asked[-1].headers["authorization"] == "Bearer hf_secret"
+
+
+def test_a_name_that_is_taken_is_refused(asking: Services, owner: Account) -> None:
+    begin(asking, owner)
+    with pytest.raises(InvalidSpec, match="taken"):
+        begin(asking, owner)
+
+
+def test_a_server_that_was_taken_off_the_net_asks_nothing(asking: Services, fake: FakeHub, owner: Account) -> None:
+    key = begin(asking, owner)
+    asking.settings = asking.settings.model_copy(update={"hf_hub_offline": True})
+    before = len(fake.asked)
+    look(asking)
+    assert (row(asking, key).attempts, len(fake.asked)) == (0, before)
