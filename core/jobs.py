@@ -797,14 +797,19 @@ def back_off(losses: int) -> float:
 # Keeping up
 
 
-def reclaim(session: Session, *, max_losses: int, starts_arrive: Callable[[], bool] = lambda: True) -> list[Job]:
+def reclaim(
+    session: Session, *, max_losses: int, at: float | None = None, starts_arrive: Callable[[], bool] = lambda: True
+) -> list[Job]:
     """Take back each job whose holder fell silent past its lease, or which nobody claimed in time.
+
+    `at` is the time to go by, as the database's clock said it a moment ago; None asks that clock anew. Between two
+    questions it may be set, and every lease would seem to be over.
 
     A host is to blame for the latter if it can have been told: if what is sent to it now would arrive.
     """
     # Locked rows are about to be renewed or ended by somebody: they aren't silent.
     silent = session.scalars(
-        select(Job).where(*_expired()).with_for_update(skip_locked=True).execution_options(populate_existing=True)
+        select(Job).where(*_expired(at)).with_for_update(skip_locked=True).execution_options(populate_existing=True)
     ).all()
     unstarted = [job for job in silent if job.holder is None]
     if unstarted and starts_arrive():
@@ -845,8 +850,8 @@ def awaited_attempt(session: Session, job_id: str, *, node: str) -> int | None:
     return None if attempt is None else attempt + 1
 
 
-def _expired() -> list[ColumnElement[bool]]:
-    return [Job.state.in_(HELD), Job.lease_expires_at < database_now()]
+def _expired(at: float | None = None) -> list[ColumnElement[bool]]:
+    return [Job.state.in_(HELD), Job.lease_expires_at < (database_now() if at is None else at)]
 
 
 def _held_by(fence: int) -> list[ColumnElement[bool]]:

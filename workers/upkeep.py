@@ -75,6 +75,7 @@ class Upkeep:
             taken = jobs.reclaim(
                 session,
                 max_losses=self.services.settings.max_losses,
+                at=at,
                 starts_arrive=lambda: health.broker(self.services) == health.OK,
             )
         for job in taken:
