@@ -37,11 +37,11 @@ $(BIN)/python:
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing into $(VENV); the first time takes a few minutes."
-	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[engine]'
+	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --report $(VENV)/install.json --editable '.[engine]'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --report $(VENV)/install-dev.json --editable '.[dev]'
 	@touch $@
 
 demo: install ## Train a model from text, fine-tune it and chat with it, all over HTTP
@@ -67,10 +67,8 @@ check: dev ## Lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-audit: ## Ask PyPI's database of vulnerabilities about every package in constraints.txt; needs the network
-	$(PYTHON) -m venv $(VENV)-audit
-	$(VENV)-audit/bin/python -m pip --disable-pip-version-check install --quiet pip-audit
-	$(VENV)-audit/bin/pip-audit --no-deps --disable-pip --requirement constraints.txt
+audit: dev ## What was installed is to the bit what is pinned; and has no known vulnerability, where PyPI tells
+	$(BIN)/python .ci/audit.py $(VENV)/install.json $(VENV)/install-dev.json
 
 format: dev ## Mend what can be mended by itself
 	$(BIN)/ruff check --fix .
@@ -80,9 +78,9 @@ openapi: install ## Write docs/openapi.json anew from the code
 	$(BIN)/python -m api.openapi > docs/openapi.json.new
 	mv docs/openapi.json.new docs/openapi.json
 
-lock: ## Resolve constraints.txt anew, to the newest versions that fit together
+lock: ## Resolve constraints.txt anew, to the newest versions that fit together, and look up their hashes
 	$(PYTHON) .ci/lock.py
 
 clean: ## Remove what was made here; data of a service stays
-	rm -rf $(VENV) $(VENV)-audit .demo .examples build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .demo .examples build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
