@@ -10,12 +10,13 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 
 from core import space
 from core.db import AWAY
+from core.described import Described
 from core.errors import DiskFull, DomainError, InvalidFile, InvalidKey, InvalidRequest, TooManyRequests, Unavailable
 
 log = structlog.get_logger()
@@ -24,10 +25,8 @@ MAX_FINDINGS = 20
 """Findings that one answer lists; a file with a million bad lines is told its first ones."""
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(Described):
     """What went wrong and what would work."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     message: str
     """In words, with what to do about it."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from core import audit, plans, quotas, webhooks
+from core.described import Described
 from core.keys import Account
 from core.models import (
     ApiKey,
@@ -35,10 +36,10 @@ from core.scheduler import Prospect
 from core.states import JobState
 
 
-class Out(BaseModel):
+class Out(Described):
     """A part of an answer."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True)
 
 
 class ListOut(Out):
@@ -122,8 +123,8 @@ class ReportOut(Out):
     characters: int = 0
     """Of their text, markup left out."""
     empty_lines: int = 0
-    errors: list[FindingOut] = []
-    warnings: list[FindingOut] = []
+    errors: list[FindingOut] = Field([])
+    warnings: list[FindingOut] = Field([])
     vocab_size: int | None = None
     """Of a tokenizer: entries."""
     base: str | None = None
@@ -171,15 +172,15 @@ class ShownOut(Out):
     trainable_tokens: int | None = None
     more: bool = False
     """There are more ids than are shown."""
-    ids: list[int] = []
-    mask: list[int] = []
+    ids: list[int] = Field([])
+    mask: list[int] = Field([])
     """For each id, 1 where it is learned."""
     text: str | None = None
     """Of the ids, control tokens included."""
-    spans: list[SpanOut] = []
+    spans: list[SpanOut] = Field([])
     rejected: ShownOut | None = None
     """Of a preference pair the other answer; the example itself is the better one."""
-    choices: list[ShownOut] = []
+    choices: list[ShownOut] = Field([])
     """Of a multiple-choice question each choice, of which the tokens that count are marked; the example itself is the
     right one."""
     answer: int | None = None

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, model_validator
 
+from core.described import Described
 from core.presets import PRESETS
 from engine import config
 
@@ -49,10 +50,10 @@ def _share(value: object) -> object:
     return value
 
 
-class Ask(BaseModel):
+class Ask(Described):
     """A piece of a request that refuses keys it does not know and never guesses a type."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelAsk(Ask):

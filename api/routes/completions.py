@@ -19,6 +19,7 @@ from api.leaving import ClientLeft, Coming
 from api.schemas import ChatCompletionOut, CompletionOut
 from api.turns import Turns
 from core import catalog
+from core.described import Described
 from core.errors import ContextTooLong, DomainError, Failed, InvalidModel, NotFound, TimedOut, Unavailable
 from core.keys import Account
 from core.sampling import Line
@@ -64,20 +65,20 @@ Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 """A prompt in tokens."""
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
+class StreamOptions(Described):
+    model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = False
     """Tell in a last frame, without choices, how many tokens it took."""
 
 
-class Ask(BaseModel):
+class Ask(Described):
     """What both kinds share. Options that do not change the answer, such as `user`, are ignored, as OpenAI's are.
 
     Null is the default everywhere.
     """
 
-    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True)
 
     model: str = Field(min_length=1, max_length=255)
     """Name of a model: a base, the result of a job, or one of its checkpoints."""

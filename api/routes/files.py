@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from api import forms, ranges
 from api.deps import AfterDep, OrderDep, OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep, WithinStorage
@@ -20,6 +20,7 @@ from api.forms import Form
 from api.schemas import DeletedOut, FileList, FileOut, PreviewOut, ReportOut
 from api.trips import OneTrip
 from core import examining, files, inspecting
+from core.described import Described
 from core.errors import (
     FileTooLarge,
     Forbidden,
@@ -220,10 +221,10 @@ def _report(services: Services, owner: Account, file_id: str) -> dict[str, Any]:
         return files.get(session, owner, file_id).report
 
 
-class PreviewAsk(BaseModel):
+class PreviewAsk(Described):
     """Which examples to show, and through whose template."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     base: str = Field(min_length=1, max_length=255)
     """Name of the model that a job would start from."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Path, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from sqlalchemy.orm import Session
 
 from api.deps import (
@@ -37,6 +37,7 @@ from api.openai_shapes import (
 from api.schemas import DeletedOut
 from api.trips import OneTrip, in_place
 from core import checkpoints, events, jobs, openai_jobs, result_files, scheduler, sharing
+from core.described import Described
 from core.errors import (
     DomainError,
     Forbidden,
@@ -180,10 +181,10 @@ def list_checkpoints(
     return FineTuningCheckpointList(data=data, has_more=page.has_more, **ends(data))
 
 
-class PermissionsAsk(BaseModel):
+class PermissionsAsk(Described):
     """Who is to be let in."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid")
 
     project_ids: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=64)]], Field(min_length=1, max_length=100)

@@ -6,13 +6,14 @@ from datetime import timedelta
 from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter, Path, Query
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from api.deps import AdminDep, AfterDep, LimitDep, ReadingDep, SessionDep
 from api.errors import errors
 from api.schemas import KeyList, KeyOut, NewKeyOut
 from api.trips import OneTrip
 from core import keys
+from core.described import Described
 from core.errors import Forbidden, NotFound
 from core.spec import duration
 
@@ -22,10 +23,10 @@ KeyId = Annotated[str, Path(description="Id of the key.")]
 ProjectId = Annotated[str | None, Query(max_length=64, description="Of this project; default: your key's own.")]
 
 
-class NewKey(BaseModel):
+class NewKey(Described):
     """A key to be made."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
     name: str = Field(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f]+$")
     """What it is for."""
     scopes: list[Literal["read", "submit", "admin"]] = Field(["read", "submit"], min_length=1, max_length=3)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Path, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from api.deps import OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep
 from api.errors import errors
@@ -15,6 +15,7 @@ from api.schemas import DeletedOut, ModelList, ModelOut
 from api.trips import OneTrip
 from api.turns import Turns
 from core import catalog, downloads
+from core.described import Described
 from core.errors import Forbidden, InUse, InvalidModel, InvalidSpec, NotFound, QuotaExceeded, Unavailable
 from core.keys import Account
 from core.services import Services
@@ -22,17 +23,17 @@ from core.services import Services
 router = APIRouter(prefix="/v1/models", tags=["models"], route_class=OneTrip)
 
 
-class JobSource(BaseModel):
+class JobSource(Described):
     """The result of a job."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid")
     job: str
 
 
-class NewModel(BaseModel):
+class NewModel(Described):
     """A name for a model that is there already."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid")
     id: str = Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")
     source: Annotated[str, Field(pattern=r"^(?:dir:[^\x00-\x1f]+|hf://[^\x00-\x20]+)$", max_length=512)] | JobSource
     """`dir:<folder under the models directory>`, `hf://org/name@revision` on a hub, or `{"job": id}`."""

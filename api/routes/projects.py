@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from sqlalchemy.orm import Session
 
 from api.deps import AdminDep, AfterDep, LimitDep, OwnerDep, ReadingDep, SessionDep
@@ -13,6 +13,7 @@ from api.errors import errors
 from api.schemas import ProjectList, ProjectOut
 from api.trips import OneTrip
 from core import jobs, projects, quotas
+from core.described import Described
 from core.errors import Forbidden, InvalidMove, NotFound
 from core.models import Project
 from core.preemption import Preemption
@@ -23,10 +24,10 @@ ProjectId = Annotated[str, Path(description="Id of the project.", examples=["pro
 ProjectName = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f]+$")]
 
 
-class QuotasAsk(BaseModel):
+class QuotasAsk(Described):
     """What a project may use. Null is no limit; what is left out stays."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     gpu_hours: float | None = Field(None, ge=0, le=1e9)
     """Hours of GPUs (or CPU slots) in a calendar month, UTC."""
     concurrent_jobs: int | None = Field(None, ge=0, le=10**9)
@@ -35,10 +36,10 @@ class QuotasAsk(BaseModel):
     """Of files, checkpoints and results."""
 
 
-class NewProject(BaseModel):
+class NewProject(Described):
     """A project to be made."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
     name: ProjectName
     """What people call it; need not be unique."""
     quotas: QuotasAsk = QuotasAsk()
@@ -50,10 +51,10 @@ class NewProject(BaseModel):
         return self.quotas.model_dump(exclude_unset=True) | {"preemption": self.preemption}
 
 
-class ProjectChange(BaseModel):
+class ProjectChange(Described):
     """What should be different; what is left out stays."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
     name: ProjectName | None = None
     quotas: QuotasAsk | None = None
     preemption: Preemption | None = None

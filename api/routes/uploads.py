@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Path, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from sqlalchemy.orm import Session
 
 from api import forms
@@ -28,6 +28,7 @@ from api.forms import Form
 from api.schemas import UploadList, UploadOut, UploadPartList, UploadPartOut
 from api.trips import OneTrip
 from core import files, uploads
+from core.described import Described
 from core.errors import FileTooLarge, Forbidden, InvalidFile, InvalidMove, NotFound, QuotaExceeded, Unavailable
 from core.keys import Account
 from core.models import Upload
@@ -40,20 +41,20 @@ router = APIRouter(prefix=PATH, tags=["uploads"], route_class=OneTrip)
 UploadId = Annotated[str, Path(description="Id of the upload.", examples=["upload-4f1c09a1b2c3d4e5f6a7b8c9"])]
 
 
-class ExpiresAfter(BaseModel):
+class ExpiresAfter(Described):
     """How long the file stays."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=files.SHORTEST_STAY, le=files.LONGEST_STAY)
     """From an hour to 30 days."""
 
 
-class NewUpload(BaseModel):
+class NewUpload(Described):
     """A file that is going to come in parts."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     bytes: int = Field(ge=1, le=2**53)
     """Exactly as many as all parts will have together."""
@@ -66,10 +67,10 @@ class NewUpload(BaseModel):
     """How long the file stays; null stays until it is deleted."""
 
 
-class Completion(BaseModel):
+class Completion(Described):
     """What makes the file."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     part_ids: list[Annotated[str, Field(max_length=64)]] = Field(max_length=uploads.MOST_PARTS)
     """The parts, in order. Others that were sent are dropped."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from anyio import to_thread
 from fastapi import APIRouter, Path, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from api.deps import AfterDep, LimitDep, OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep
 from api.errors import errors
@@ -25,6 +25,7 @@ from api.schemas import (
 from api.trips import OneTrip
 from api.turns import Turns
 from core import outbox, posting, webhooks
+from core.described import Described
 from core.errors import Forbidden, NotFound, Unavailable, Undelivered
 from core.keys import Account
 from core.models import new_id
@@ -39,8 +40,8 @@ Name = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f
 Url = Annotated[str, Field(min_length=1, max_length=posting.LONGEST_URL)]
 
 
-class Ask(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+class Ask(Described):
+    model_config = ConfigDict(strict=True, extra="forbid")
 
 
 class NewEndpoint(Ask):
@@ -61,7 +62,7 @@ class EndpointChange(Ask):
     """What people call it."""
     url: Url = ""
     """Where messages are sent from now on."""
-    event_types: EventTypes = []
+    event_types: EventTypes = Field([])
     """All that is told from now on."""
 
 
