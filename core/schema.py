@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from alembic import command
@@ -30,7 +31,13 @@ def is_current(engine: Engine) -> bool:
     """Whether the database has exactly the newest schema."""
     with engine.connect() as connection:
         heads = MigrationContext.configure(connection).get_current_heads()
-    return set(heads) == set(ScriptDirectory.from_config(_config()).get_heads())
+    return set(heads) == _newest()
+
+
+@cache
+def _newest() -> frozenset[str]:
+    """Every migration is read for this, and whoever asks whether the service is ready asks again and again."""
+    return frozenset(ScriptDirectory.from_config(_config()).get_heads())
 
 
 def _run(url: str, direction: str, revision: str) -> None:
