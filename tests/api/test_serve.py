@@ -28,6 +28,8 @@ from tests.api.conftest import wait_for
 
 START_SECONDS, STOP_SECONDS, STEP_SECONDS = 90.0, 60.0, 120.0
 COMMAND = [sys.executable, "-m", "api.cli", "serve"]
+QUICK = {"TRAINSHED_SLOTS": "1", "TRAINSHED_CALIBRATE": "0", "TRAINSHED_LEASE_SECONDS": "5"}
+"""Measuring the host takes seconds of all its cores, and the job of a service that was killed waits for its lease."""
 
 
 class Serving:
@@ -38,7 +40,7 @@ class Serving:
         self.process = subprocess.Popen(
             [*COMMAND, "--data-dir", str(data_dir), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env=environment | {"TRAINSHED_SLOTS": "1", "PYTHONUNBUFFERED": "1"},
+            env=environment | QUICK | {"PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         self.said = ""
         self._lines: Queue[str] = Queue()

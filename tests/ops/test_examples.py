@@ -56,7 +56,7 @@ class Running:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("examples")
-    with service.service(folder, TRAINSHED_SLOTS="1", OMP_NUM_THREADS="1") as client:
+    with service.service(folder, TRAINSHED_SLOTS="1", TRAINSHED_CALIBRATE="0", OMP_NUM_THREADS="1") as client:
         rehearsal.base(folder / "data" / "models")
         scene.wait_until_it_answers(client, rehearsal.NAME)
         yield Running(client, folder / "data" / "models")
