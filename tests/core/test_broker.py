@@ -16,6 +16,7 @@ from threading import Event, Thread
 from time import monotonic
 
 import anyio
+import psutil
 import pytest
 import redis
 
@@ -70,6 +71,27 @@ def test_only_we_may_use_the_socket(settings: Settings, client: redis.Redis) -> 
     assert settings.broker_socket.parent.stat().st_mode & 0o777 == 0o700
     assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
     assert client.config_get("port") == {"port": "0"}
+
+
+KEEPER = """
+import sys
+from core import broker
+from core.settings import Settings
+with broker.running(Settings(data_dir=sys.argv[1])) as process:
+    print(process.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent is gone")
+def test_a_server_ends_with_a_keeper_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KEEPER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        server = psutil.Process(int(keeper.stdout.readline()))
+        assert server.is_running()
+        keeper.kill()
+    eventually(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_killed_server_comes_back_with_its_data(settings: Settings, client: redis.Redis) -> None:
