@@ -36,6 +36,8 @@ class Running:
     """Whose jobs of higher priority may stop it: `never`, its `own` project's or `any`."""
     is_stopping: bool = False
     """It was told to end: its slots will be free within moments."""
+    is_starting: bool = False
+    """It does not train yet, and its host is at work to have it do so."""
 
 
 def starts(
@@ -78,7 +80,8 @@ class _Future:
         half_life: float,
     ) -> None:
         self.now = now
-        self.hosts = {host.name: replace(host, held=()) for host in hosts}
+        # Whose turn it is to start is a matter of seconds, which an estimate does not go into.
+        self.hosts = {host.name: replace(host, held=(), starts_at_once=inf) for host in hosts}
         self.slots = sum(host.num_slots for host in hosts)
         self.standings, self.allowances, self.half_life = standings, allowances, half_life
         self.ends: list[tuple[float, str, Running]] = []

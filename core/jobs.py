@@ -710,6 +710,8 @@ def record(session: Session, job_id: str, *, fence: int, events: Sequence[Event]
         job.engine_seq = event.seq or job.engine_seq
         if isinstance(event, Started) and job.state is S.STARTING:
             job = move(session, job_id, S.RUNNING, fence=fence)
+            # Its host may start the next one.
+            hints.nudge(session)
         history.append(session, job, event)
     session.flush()
     hints.ring(session, job_id)

@@ -474,6 +474,8 @@ class Node(Base):
     """FLOP/s of one slot in bf16, for MFU; None where it isn't known."""
     rates: Mapped[dict[str, Any] | None] = mapped_column(JsonColumn)
     """What a slot does in a second, measured or by a data sheet, see `engine.plan.cluster.as_facts`; None: unknown."""
+    starts_at_once: Mapped[int | None]
+    """Ranks that it starts at once; None: as many as it has slots for."""
     heartbeat_at: Mapped[float] = mapped_column(default=database_now())
     draining: Mapped[bool] = mapped_column(default=False)
     """Takes nothing new."""

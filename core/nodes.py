@@ -49,6 +49,7 @@ def register(
     slot_memory_bytes: int | None = None,
     slot_peak_flops: float | None = None,
     rates: Mapping[str, Any] | None = None,
+    starts_at_once: int | None = None,
 ) -> Node:
     """A host is up and offers its slots. What its name ran before keeps its slots until it ends."""
     offer = {
@@ -57,6 +58,7 @@ def register(
         "slot_memory_bytes": slot_memory_bytes,
         "slot_peak_flops": slot_peak_flops,
         "rates": None if rates is None else dict(rates),
+        "starts_at_once": starts_at_once,
         "heartbeat_at": database_now(),
         "draining": False,
         "bounces": 0,

@@ -3,6 +3,9 @@
 EASY backfill (Lifka 1995): the first job in line that can't start reserves the host where it can start earliest, from
 when those that run there will have ended. A later job starts where it is not in the way of that: on another host, on
 slots that the reserving job leaves over, or on its slots, if it will have ended by then.
+
+A host starts so many ranks at once. A job that would be one too many keeps the slots that it would have from those
+behind it, and gets them as soon as enough of those before it train.
 """
 
 from __future__ import annotations
@@ -69,6 +72,10 @@ class Host:
     """Indices of its free slots, in order."""
     held: tuple[Held, ...] = ()
     """Who has the others, as far as it is known when they end."""
+    starting: int = 0
+    """Ranks that are being started there."""
+    starts_at_once: float = inf
+    """Ranks that may be, unless it is one job alone."""
 
 
 class Resting(NamedTuple):
@@ -95,6 +102,8 @@ class Decision:
     """What starts now, and why the rest doesn't."""
 
     placements: list[Placement] = field(default_factory=list)
+    upcoming: list[Placement] = field(default_factory=list)
+    """What starts there when those have begun that are being started."""
     reasons: dict[str, str] = field(default_factory=dict)
     reservation: Reservation | None = None
 
@@ -108,6 +117,15 @@ class _Room:
         self.held = list(host.held)
         self.left = 0
         """Under a reservation, slots that its job will leave over when it starts."""
+        self.starting = host.starting
+        self.takes_turns = False
+        """A job waits here for its turn to start; those behind it wait for theirs."""
+
+    def may_start(self, job: Waiting) -> bool:
+        """Whether its ranks are not too many to be started beside the others."""
+        if self.takes_turns:
+            return False
+        return self.starting == 0 or self.starting + job.needs <= self.host.starts_at_once
 
     def take(self, job: Waiting, now: float) -> Placement:
         slots = tuple(self.free[: job.needs])
@@ -177,7 +195,14 @@ class _Deciding:
             return False
         if room is self.reserved and not self.ends_in_time(job):
             room.left -= job.needs
-        self.decision.placements.append(room.take(job, self.now))
+        placement = room.take(job, self.now)
+        if room.may_start(job):
+            room.starting += job.needs
+            self.decision.placements.append(placement)
+        else:
+            room.takes_turns = True
+            self.decision.upcoming.append(placement)
+            self.decision.reasons[job.job_id] = _its_turn(room)
         allowance = self.allowed.get(job.project)
         if allowance is not None and allowance.jobs is not None:
             self.allowed[job.project] = replace(allowance, jobs=allowance.jobs - 1)
@@ -185,7 +210,10 @@ class _Deciding:
         return True
 
     def room(self, job: Waiting) -> _Room | None:
-        """The kind of host that the job was made for; then the tightest fit, so that large gaps stay for large jobs."""
+        """The kind of host that the job was made for; of those one that starts it at once, with the tightest fit.
+
+        So large gaps stay for large jobs.
+        """
         able = []
         if job.needs < self.too_many.get(job.device, inf):
             able = [room for room in self.rooms if room is not self.reserved and self.fits(room, job)]
@@ -195,8 +223,12 @@ class _Deciding:
         if kept is not None and self.fits(kept, job) and (job.needs <= kept.left or self.ends_in_time(job)):
             able.append(kept)
         return min(
-            able, key=lambda room: (room.host.device != job.device, len(room.free), room.host.name), default=None
-        )
+            able,
+            key=lambda room: (
+                room.host.device != job.device, not room.may_start(job), len(room.free), room.host.name
+            ),
+            default=None,
+        )  # fmt: skip
 
     def fits(self, room: _Room, job: Waiting) -> bool:
         return len(room.free) >= job.needs and suits(room.host, job.device)
@@ -277,6 +309,11 @@ def _kept_back(allowance: Allowance) -> str | None:
     if allowance.jobs is not None and allowance.jobs <= 0:
         return f"the project runs as many jobs at once as it may, {allowance.at_once}"
     return None
+
+
+def _its_turn(room: _Room) -> str:
+    host, ranks = room.host, "rank" if room.host.starts_at_once == 1 else "ranks"
+    return f"{host.name} has room for it and starts {host.starts_at_once:g} {ranks} at once: it is among the next"
 
 
 def _are(count: int) -> str:

@@ -6,6 +6,7 @@ one lock.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,6 +32,8 @@ from core.states import JobState
 
 CLAIM_WITHIN = timedelta(seconds=60)
 """How long a placed job may stay without a supervisor before it is taken back."""
+STARTS_WITHIN = timedelta(minutes=2)
+"""How long a job that does not train yet counts as one that its host starts. Then it waits for its data, mostly."""
 DEPTH = 500
 """Jobs at the front of the line that a usual look takes in; `workers.upkeep` looks at everyone now and then."""
 HALF_LIFE = timedelta(days=1)
@@ -113,7 +116,7 @@ def _make_way(session: Session, view: View, decision: Decision) -> None:
         return
     job = next(job for job in view.line if job.job_id == decision.reservation.job_id)
     taken: dict[str, set[int]] = {}
-    for placement in decision.placements:
+    for placement in (*decision.placements, *decision.upcoming):
         taken.setdefault(placement.node, set()).update(placement.slots)
     hosts = [
         replace(host, free=tuple(index for index in host.free if index not in taken.get(host.name, ())))
@@ -378,6 +381,7 @@ def _run(row: Any, slots: tuple[int, ...], now: float) -> Running:
         row.started_at or 0.0,
         row.preemption,
         is_stopping,
+        row.state is JobState.STARTING and now - (row.started_at or 0.0) < STARTS_WITHIN.total_seconds(),
     )
 
 
@@ -395,8 +399,10 @@ def _hosts(session: Session, running: Mapping[str, Running]) -> list[Host]:
     ):
         free.setdefault(node, []).append(index)
     held: dict[str, list[Held]] = {}
+    starting: Counter[str] = Counter()
     for run in running.values():
         held.setdefault(run.node, []).append(Held(len(run.slots), run.ends_at))
+        starting[run.node] += len(run.slots) if run.is_starting else 0
     return [
         Host(
             node.name,
@@ -404,6 +410,8 @@ def _hosts(session: Session, running: Mapping[str, Running]) -> list[Host]:
             node.num_slots,
             tuple(index for index in free.get(node.name, ()) if index < node.num_slots),
             tuple(held.get(node.name, ())),
+            starting[node.name],
+            inf if node.starts_at_once is None else node.starts_at_once,
         )
         for node in nodes.alive(session)
     ]

@@ -72,6 +72,10 @@ class Settings(BaseSettings):
     """Folder whose subfolders are base models in Hugging Face layout. Default: `data_dir/models`."""
     slots: int | None = Field(None, ge=1)
     """Ranks that this host runs at once. Default: its GPUs, or its cores where it has none."""
+    starts_at_once: int | None = Field(None, ge=1)
+    """Ranks that this host starts at once, before others begin; one job alone may have more. Default: its cores."""
+    nice: int = Field(10, ge=0, le=19)
+    """How much a host's ranks give way to its other processes where cores are short, as the command `nice` means it."""
     node_name: str = Field(default_factory=socket.gethostname)
     """What this host is called in the cluster; unique."""
     max_file_bytes: int = Field(512 * 1024**2, ge=1)

@@ -31,6 +31,7 @@ def launch(arguments: argparse.Namespace) -> int:
         ranks=arguments.ranks,
         threads=arguments.threads,
         heartbeat_timeout=arguments.heartbeat_timeout,
+        nice=arguments.nice,
     )
 
 
@@ -203,6 +204,9 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         metavar="SECONDS",
         help="expect a byte on stdin at least this often, and kill everything when it stays away",
+    )
+    sub.add_argument(
+        "--nice", type=int, default=0, metavar="0..19", help="how much ranks give way to other processes; default: 0"
     )
 
     sub = command(

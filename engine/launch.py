@@ -6,6 +6,7 @@ Never imports torch, so that it is up in no time and stays small. What a rank do
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from engine.config import RunConfig
 from engine.emit import Emitter, last_event
 from engine.events import NO_ROOM, CheckpointSaved, Failed, Finished, Stopped, adapter
 from engine.stall import Found, Stillness, verdict
-from engine.standing import MOST_QUEUES, QUEUES, RENDEZVOUS
+from engine.standing import MOST_QUEUES, NICE, QUEUES, RENDEZVOUS
 from engine.whereabouts import Place
 
 log = logging.getLogger(__name__)
@@ -70,12 +71,13 @@ def launch(
     ranks: int,
     threads: int | None = None,
     heartbeat_timeout: float | None = None,
+    nice: int = 0,
     command: Sequence[str] = TRAIN,
 ) -> int:
     """Run `command RUN_FILE` on every rank until all are gone; 0 when the run finished or stopped, else 1.
 
     With `heartbeat_timeout` (seconds), each byte on stdin renews the lease; its end, or a longer silence, kills the
-    whole process group.
+    whole process group. Once they train, ranks give way to others on this host by so much as they are to be `nice`.
     """
     run_dir = run_file.absolute().parent
     clear(run_dir)
@@ -84,7 +86,8 @@ def launch(
         rendezvous = run_dir / f".rendezvous-{os.getpid()}-{time.time_ns()}"
         stack.callback(rendezvous.unlink, missing_ok=True)
         kills_before = kernel_memory_kills()
-        crew = start(run_file.absolute(), ranks=ranks, threads=threads, rendezvous=rendezvous, command=command)
+        said = functools.partial(environment_of, ranks=ranks, threads=threads, rendezvous=rendezvous, nice=nice)
+        crew = start(run_file.absolute(), [said(number) for number in range(ranks)], command)
         stack.callback(kill, crew)
         watch.look_after(crew)
         fallen = watch_over(crew, watch, run_dir, stillness_of(run_file))
@@ -156,16 +159,16 @@ def clear(run_dir: Path) -> None:
     (run_dir / "logs").mkdir(exist_ok=True)
 
 
-def start(run_file: Path, *, ranks: int, threads: int | None, rendezvous: Path, command: Sequence[str]) -> list[Rank]:
-    """Start every rank in the run directory, with its number, its threads and its log."""
+def start(run_file: Path, environments: Iterable[Mapping[str, str]], command: Sequence[str]) -> list[Rank]:
+    """Start every rank in the run directory, with what it is told in its environment, and its log."""
     crew = []
     at_birth = die_with(os.getpid())
-    for number in range(ranks):
+    for number, told in enumerate(environments):
         with (run_file.parent / "logs" / f"rank-{number}.log").open("wb") as output:
             process = subprocess.Popen(
                 [*command, str(run_file)],
                 cwd=run_file.parent,
-                env=environment_of(number, ranks=ranks, threads=threads, rendezvous=rendezvous),
+                env=told,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -176,7 +179,7 @@ def start(run_file: Path, *, ranks: int, threads: int | None, rendezvous: Path, 
     return crew
 
 
-def environment_of(number: int, *, ranks: int, threads: int | None, rendezvous: Path) -> dict[str, str]:
+def environment_of(number: int, *, ranks: int, threads: int | None, rendezvous: Path, nice: int = 0) -> dict[str, str]:
     """All variables of one rank of `ranks` on this host; `threads` None gives each its share of the cores."""
     return environment(os.environ) | {
         "RANK": str(number),
@@ -185,6 +188,7 @@ def environment_of(number: int, *, ranks: int, threads: int | None, rendezvous: 
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": str(threads or max(1, cores() // ranks)),
         RENDEZVOUS: rendezvous.as_uri(),
+        NICE: str(nice),
     }
 
 
@@ -405,7 +409,7 @@ def kernel_memory_kills() -> int:
     return next((int(line.split()[1]) for line in counters.splitlines() if line.startswith("oom_kill ")), 0)
 
 
-def main(run_file: Path, *, ranks: int, threads: int | None, heartbeat_timeout: float | None) -> int:
+def main(run_file: Path, *, ranks: int, threads: int | None, heartbeat_timeout: float | None, nice: int) -> int:
     """`launch` from the command line, with its log in the run directory and on stderr.
 
     The exit code is `launch`'s, or `NO_ROOM` where a full disk leaves no room to say how the run ended.
@@ -416,6 +420,6 @@ def main(run_file: Path, *, ranks: int, threads: int | None, heartbeat_timeout: 
         logs.mkdir(exist_ok=True)
         handlers: list[logging.Handler] = [logging.FileHandler(logs / "launch.log"), logging.StreamHandler()]
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=handlers)
-        return launch(run_file, ranks=ranks, threads=threads, heartbeat_timeout=heartbeat_timeout)
+        return launch(run_file, ranks=ranks, threads=threads, heartbeat_timeout=heartbeat_timeout, nice=nice)
 
     return failure.exit_code(logged)

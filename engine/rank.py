@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine import failure, launch, stacks
+from engine import failure, launch, niceness, stacks
 from engine.config import RunConfig
 from engine.emit import Emitter, last_event
 from engine.events import Event, Failed, Stopped
@@ -53,6 +53,8 @@ def live(run_file: Path) -> int:
                 # Seconds of importing torch.
                 from engine import trainer
 
+                # Not before: who waits for a start is somebody, and hosts have few of them at once.
+                niceness.give_way(me.nice)
                 trainer.train(run, run_dir, emit, wish, whereabouts)
             except Exception as error:
                 if wish.wanted and failure.lost_contact(error):

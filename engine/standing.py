@@ -8,6 +8,9 @@ from dataclasses import dataclass
 RENDEZVOUS = "ENGINE_RENDEZVOUS"
 """Variable with the address where ranks meet (`file:///…`), set by our launcher."""
 
+NICE = "ENGINE_NICE"
+"""Variable that says how much a rank gives way to other processes once it trains, set by our launcher."""
+
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Variable that says how many queues the streams of a CUDA device have, read when a process first uses one."""
 MOST_QUEUES = 32
@@ -28,6 +31,8 @@ class Standing:
 
     queues: str | None = None
     """What `QUEUES` says; None: nothing."""
+    nice: int = 0
+    """How much it gives way to other processes, as the command `nice` means it."""
 
     @property
     def launched(self) -> bool:
@@ -43,4 +48,5 @@ def standing() -> Standing:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         rendezvous=os.environ.get(RENDEZVOUS),
         queues=os.environ.get(QUEUES),
+        nice=int(os.environ.get(NICE, "0")),
     )

@@ -54,6 +54,14 @@ T = TypeVar("T")
 
 LOOK_SECONDS = 0.1
 """How often the gang and its growing files are looked at."""
+PAUSE_PER_WRITE = 4.0
+"""Times as long as the last write took, nothing is written: what comes meanwhile is written together.
+
+Runs of one database leave it to one another so, and to who submits. Twenty of them that wrote whenever they could kept
+SQLite locked until leases ran out.
+"""
+LONGEST_PAUSE = 2.0
+"""Seconds after which events are written all the same."""
 LINGER = timedelta(seconds=10)
 """How long a gang may take to end after its last event, or a killed one to disappear."""
 KEEP_LOGS_SECONDS = 60.0
@@ -182,6 +190,7 @@ class Attempt:
             run_dir=self.run_dir,
             environment=trainer_environment(self.gpus()),
             heartbeat_timeout=self.settings.lease * SILENCE,
+            nice=self.settings.nice,
         )
         handle = self.launcher.submit(gang)
         self.lease.feed(lambda: self.launcher.beat(handle))
@@ -211,7 +220,9 @@ class Attempt:
             # In this order, so that what it wrote last is read.
             status = self.launcher.poll(handle)
             news = [*follower.read(), *drained(self.asides)]
+            began = monotonic()
             unrecorded = self.record([*unrecorded, *news])
+            pause = min(max(LOOK_SECONDS, PAUSE_PER_WRITE * (monotonic() - began)), LONGEST_PAUSE)
             if status.ended and not news and (not unrecorded or self.orders.wish is Wish.LOST):
                 return status
             if monotonic() >= time_is_up:
@@ -222,7 +233,9 @@ class Attempt:
             if monotonic() >= lingers_until:
                 self.end(handle, timedelta(0))
             self.tell_of_undead()
-            wish = self.orders.wait(0 if news and not unrecorded else LOOK_SECONDS)
+            if told is not None or status.ended:
+                pause = 0 if news and not unrecorded else LOOK_SECONDS
+            wish = self.orders.wait(pause)
             if wish is not None and wish is not told:
                 told = wish
                 log.info("gang told to end", wish=wish.name)

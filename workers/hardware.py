@@ -30,10 +30,20 @@ class Hardware:
     slot_peak_flops: float | None = None
     rates: dict[str, Any] | None = None
     """What a data sheet says of a slot, see `engine.plan.cluster.as_facts`; None where there is none."""
+    starts_at_once: int | None = None
+    """Ranks that it starts at once; None: as many as it has slots for."""
 
 
 def survey(settings: Settings) -> Hardware:
-    """The GPUs that this process may use; where there are none, cores. `settings.slots` says how many of them count."""
+    """The GPUs that this process may use; where there are none, cores. `settings.slots` says how many of them count.
+
+    To start a rank keeps a core busy for seconds, so unless `settings.starts_at_once` says otherwise, no more are
+    started at once than there are cores.
+    """
+    return replace(slots_of(settings), starts_at_once=settings.starts_at_once or cores())
+
+
+def slots_of(settings: Settings) -> Hardware:
     gpus = parse(_smi(), visible_gpus())
     if gpus is not None:
         if settings.slots is None or settings.slots >= gpus.num_slots:

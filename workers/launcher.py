@@ -37,6 +37,8 @@ class GangSpec:
     """All that the ranks see of ours."""
     heartbeat_timeout: timedelta
     """The gang kills itself after so long without a beat."""
+    nice: int = 0
+    """How much its ranks give way to other processes, as the command `nice` means it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class LocalLauncher:
         with (logs / "launch-output.log").open("ab") as output:
             process = subprocess.Popen(
                 [*self._command, "--ranks", str(gang.ranks), "--heartbeat-timeout", f"{silence:g}",
-                 str(gang.run_dir / "run.json")],
+                 "--nice", str(gang.nice), str(gang.run_dir / "run.json")],
                 cwd=gang.run_dir, env=dict(gang.environment), start_new_session=True, bufsize=0,
                 stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip

@@ -75,8 +75,10 @@ class Lease:
 
     def renew(self) -> bool:
         """Renew once, now; False when the lease is lost."""
-        asked_at = monotonic()
         with self._services.db.session() as session:
+            # Here a writer waits for its turn, which does not make what is asked then any older.
+            session.connection()
+            asked_at = monotonic()
             job = jobs.renew(session, self._job_id, fence=self._fence, lease=self._services.settings.lease)
         if job is None:
             return False

@@ -113,6 +113,7 @@ class Node:
             slot_memory_bytes=offer.slot_memory_bytes,
             slot_peak_flops=offer.slot_peak_flops,
             rates=self._rates or offer.rates,
+            starts_at_once=offer.starts_at_once,
         )
 
     def calibrate(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
 from math import log
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from core import jobs, nodes, scheduler, shares
@@ -16,6 +18,7 @@ from core.keys import DEFAULT_PROJECT, Account
 from core.models import Holding, QueuePlace, Share, Slot, database_now
 from core.placing import NO_WORKER, Decision, Host, Placement, Waiting, decide
 from core.states import JobState
+from engine.events import Started
 from tests import make
 from tests.fakes.hints import Heard
 
@@ -111,7 +114,79 @@ def test_a_job_that_fits_nowhere_holds_nobody_up() -> None:
     assert [placement.job_id for placement in decision.placements] == ["j1"]
 
 
+def starting(num_slots: int, *, at_once: float, starting: int = 0, name: str = "a") -> Host:
+    return replace(host(name, num_slots), starting=starting, starts_at_once=at_once)
+
+
+@pytest.mark.parametrize(
+    ("needs", "hosts", "starts"),
+    [
+        pytest.param([1, 1, 1], [starting(8, at_once=2)], ["j0", "j1"], id="two at once"),
+        pytest.param([1, 1], [starting(8, at_once=2, starting=1)], ["j0"], id="beside one that is being started"),
+        pytest.param([1], [starting(8, at_once=2, starting=2)], [], id="none beside two"),
+        pytest.param([4, 1], [starting(8, at_once=2)], ["j0"], id="a larger one starts alone"),
+        pytest.param([1, 4], [starting(8, at_once=2)], ["j0"], id="and waits to be alone"),
+        pytest.param([1, 2, 1], [starting(8, at_once=2)], ["j0"], id="and nobody overtakes it"),
+        pytest.param(
+            [1, 1, 1],
+            [starting(8, at_once=1, name="a"), starting(4, at_once=1, name="b")],
+            ["j0", "j1"],
+            id="another host starts it at once",
+        ),
+        pytest.param([1, 1], [host(num_slots=8)], ["j0", "j1"], id="no limit"),
+    ],
+)
+def test_a_host_starts_so_many_ranks_at_once(needs: list[int], hosts: list[Host], starts: list[str]) -> None:
+    assert [placement.job_id for placement in decide(waiting(*needs), hosts).placements] == starts
+
+
+def test_who_waits_for_its_turn_to_start_says_so_and_keeps_its_slots() -> None:
+    decision = decide(waiting(1, 1, 2), [starting(2, at_once=1)])
+    assert [placement.job_id for placement in decision.placements] == ["j0"]
+    assert decision.upcoming == [Placement("j1", "a", (1,))]
+    assert decision.reasons == {
+        "j1": "a has room for it and starts 1 rank at once: it is among the next",
+        "j2": "needs 2 slots, 0 are free",
+    }
+
+
 # Carrying it out
+
+
+def test_a_host_is_given_more_as_those_that_it_starts_begin_to_train_or_take_long(database: Database) -> None:
+    with database.session() as session:
+        make.node(session, num_slots=4, starts_at_once=1)
+        first, second, third = (make.job(session, created_at=float(number)).id for number in range(3))
+    with database.session() as session:
+        assert [placement.job_id for placement in scheduler.tick(session)] == [first]
+        assert scheduler.tick(session) == []
+        assert jobs.find(session, second).queue_reason == (
+            "node-1 has room for it and starts 1 rank at once: it is among the next"
+        )
+    with database.session() as session:
+        claimed = jobs.claim(session, first, "who", timedelta(seconds=60), node="node-1")
+        assert claimed is not None
+        assert scheduler.tick(session) == []
+        jobs.move(session, first, S.RUNNING, fence=claimed.attempt)
+        assert [placement.job_id for placement in scheduler.tick(session)] == [second]
+        assert scheduler.tick(session) == []
+    with database.session() as session:
+        # It waits for data, mostly.
+        long_ago = database_now() - scheduler.STARTS_WITHIN.total_seconds() - 1
+        session.execute(update(Holding).where(Holding.job_id == second).values(started_at=long_ago))
+        assert [placement.job_id for placement in scheduler.tick(session)] == [third]
+
+
+def test_the_scheduler_is_told_when_a_job_trains(database: Database, hints: Heard) -> None:
+    with database.session() as session:
+        make.node(session)
+        job = make.job(session, state=S.STARTING, node="node-1")
+    hints.nudges = 0
+    event = Started(seq=1, time=0.0, total_steps=1, start_step=0, ranks=1, parameters=1, trainable_parameters=1,
+                    train_rows=1, train_tokens=1, vocab_size=260, device="cpu")  # fmt: skip
+    with database.session() as session:
+        jobs.record(session, job.id, fence=job.attempt, events=[event])
+    assert hints.nudges == 1
 
 
 def test_higher_priority_goes_first_then_age(session: Session) -> None:

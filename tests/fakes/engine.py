@@ -75,6 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ignore-term", action="store_true", help="do not end when asked")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--heartbeat-timeout", type=float)
+    parser.add_argument("--nice", type=int)
     parser.add_argument("run", type=Path)
     return parser.parse_args()
 

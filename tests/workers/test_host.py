@@ -16,11 +16,12 @@ from core import joblogs, jobs
 from core.errors import NotFound
 from core.models import Job
 from core.services import Services
+from core.settings import Settings
 from core.states import JobState
 from tests.workers.conftest import place_job
 from workers import tidy
 from workers.app import CONFIG, app
-from workers.hardware import parse
+from workers.hardware import parse, survey
 from workers.node import Node
 from workers.orders import Orders
 
@@ -46,6 +47,16 @@ def test_a_host_offers_the_gpus_that_it_may_use(visible: list[str] | None, slots
     # NVIDIA H200 data sheet: 141 GB, 989 TFLOPS in bf16 without sparsity.
     assert hardware.slot_memory_bytes == 143771 * 1024**2
     assert hardware.slot_peak_flops == 989e12
+
+
+@pytest.mark.parametrize(("asked", "at_once"), [(3, 3), (None, len(psutil.Process().cpu_affinity()))])
+def test_a_host_starts_as_many_ranks_at_once_as_it_has_cores_unless_it_is_told(
+    tmp_path: Path, asked: int | None, at_once: int
+) -> None:
+    offer = survey(Settings(data_dir=tmp_path, slots=64, starts_at_once=asked))
+
+    assert offer.num_slots <= 64
+    assert offer.starts_at_once == at_once
 
 
 @pytest.mark.parametrize(("listing", "visible"), [("", None), (SMI, []), ("\n", None)])

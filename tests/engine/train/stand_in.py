@@ -51,7 +51,7 @@ def stand(*, waiting: bool) -> None:
 signal.signal(signal.SIGTERM, stop)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 fifo = os.open(run_file.parent / "up", os.O_WRONLY)
-facts = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
+facts = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "ENGINE_NICE")}
 os.write(fifo, (json.dumps(facts | {"pid": os.getpid(), "cwd": os.getcwd()}) + "\n").encode())
 signal.sigwait({signal.SIGUSR1})
 match script:

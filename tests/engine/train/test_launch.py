@@ -24,7 +24,8 @@ stacks.ANSWER_SECONDS = {answer}
 from engine.launch import launch
 module.LEAVE_SECONDS = module.SPEAK_SECONDS = {leave}
 timeout = float(sys.argv[3]) if sys.argv[3:] else None
-sys.exit(launch(Path(sys.argv[1]), ranks=int(sys.argv[2]), heartbeat_timeout=timeout, threads=3, command={command!r}))
+run, ranks = Path(sys.argv[1]), int(sys.argv[2])
+sys.exit(launch(run, ranks=ranks, heartbeat_timeout=timeout, threads=3, nice=4, command={command!r}))
 """
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in.py")))
 DEADLINE = 20.0
@@ -122,7 +123,8 @@ def test_ranks_are_told_who_they_are_and_a_finished_run_ends_with_0(start, tmp_p
     assert run.last().type == "finished"
     assert set(run.ranks) == {0, 1}
     assert run.ranks[1].pop("pid") != run.ranks[0]["pid"]
-    assert run.ranks[1] == {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "3", "cwd": str(tmp_path)}
+    told = {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "3", "ENGINE_NICE": "4"}
+    assert run.ranks[1] == told | {"cwd": str(tmp_path)}
 
 
 def test_a_rank_that_dies_takes_the_others_along_and_is_named(start):

@@ -1,0 +1,30 @@
+"""How a rank gives way: by its own niceness, and by its session's where that is its launcher's alone."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from engine.niceness import AUTOGROUP
+
+RANK = """
+import json, os, sys
+from engine.niceness import AUTOGROUP, give_way
+give_way(3)
+print(json.dumps([os.nice(0), AUTOGROUP.read_text() if AUTOGROUP.exists() else None]))
+"""
+SHELL = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+LAUNCHER = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))"
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["a session of the launcher's own", "a session of somebody's"])
+def test_a_rank_gives_way_and_its_session_only_where_that_is_the_launchers_own(alone):
+    launcher = [sys.executable, "-c", LAUNCHER, RANK]
+    command = launcher if alone else [sys.executable, "-c", SHELL, *launcher]
+    said = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, check=True, timeout=60).stdout
+    niceness, session = json.loads(said)
+    assert niceness == min(19, os.nice(0) + 3)
+    if AUTOGROUP.exists():
+        assert session.split()[-1] == ("3" if alone else "0")
