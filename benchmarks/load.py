@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import quantiles
 from threading import Event, Thread
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, time
 from types import MappingProxyType
 from typing import Any
 
@@ -38,11 +38,14 @@ CONNECTIONS = 16
 PATIENCE_SECONDS = 600.0
 """For what takes long when twenty trainers start on two cores."""
 FOREVER = 100_000_000
+SEQ_LEN, BATCH = 64, 16
 SPEC: dict[str, Any] = {
     "kind": "pretrain",
+    # A step of it takes a core for some hundredths of a second: twenty that share what others leave of two cores take
+    # a few in a second, each.
     "model": {
-        "architecture": "llama", "num_layers": 1, "hidden_size": 16, "num_heads": 2, "ffn_hidden_size": 32,
-        "max_seq_len": 64,
+        "architecture": "llama", "num_layers": 2, "hidden_size": 64, "num_heads": 2, "ffn_hidden_size": 128,
+        "max_seq_len": SEQ_LEN,
     },
     "tokenizer": {"type": "bytes"},
     "parallel": {"data": 1},
@@ -59,6 +62,8 @@ class Plan:
     readers: int = 200
     jobs: int = 20
     """That run, and are listened to."""
+    starts_at_once: int | None = None
+    """Ranks that the host starts at once; None: as it is by default."""
     gently: bool = False
     """Each submit is cancelled again, and jobs end and are followed by others, so that nothing piles up."""
 
@@ -71,10 +76,22 @@ class Found:
     answers: Counter[str] = field(default_factory=Counter)
     latencies: list[float] = field(default_factory=list)
     """Seconds from when a submit was due, be it sent late or not, to its answer."""
+    start_seconds: float = 0.0
+    """From the first submit of those that are listened to, until all of them train."""
+    most_starting: int = 0
+    """Jobs that were being started at one moment."""
     lost_jobs: int = 0
+    lost_leases: int = 0
+    """Attempts of those, beyond the first of each."""
     lost_events: int = 0
+    steps: int = 0
+    """That those took."""
     heard: int = 0
     """Events, over all listeners."""
+    hearings: list[tuple[str, int, float]] = field(default_factory=list)
+    """Of each live event that a listener heard: job, number, and when."""
+    delays: list[float] = field(default_factory=list)
+    """Seconds from when an event was written to when it was heard."""
     reconnects: int = 0
     unfinished: int = 0
     """Listeners that heard no end."""
@@ -82,7 +99,8 @@ class Found:
 
     @property
     def is_whole(self) -> bool:
-        return not (self.lost_jobs or self.lost_events or self.unfinished or set(self.answers) - {"201"})
+        lost = self.lost_jobs or self.lost_leases or self.lost_events or self.unfinished
+        return not (lost or set(self.answers) - {"201"})
 
 
 # The service
@@ -91,13 +109,13 @@ class Found:
 class Service:
     """A `trainshed serve` of its own."""
 
-    def __init__(self, folder: Path, slots: int) -> None:
+    def __init__(self, folder: Path, plan: Plan) -> None:
         self.data_dir = folder / "shed"
         foreign = ("TRAINSHED_", "DATABASE_URL", "REDIS_URL", "STORAGE_URL")
         settings = {
-            "TRAINSHED_ADMIN_KEY": KEY, "TRAINSHED_SLOTS": str(slots), "TRAINSHED_REQUESTS_PER_MINUTE": "0",
+            "TRAINSHED_ADMIN_KEY": KEY, "TRAINSHED_SLOTS": str(plan.jobs), "TRAINSHED_REQUESTS_PER_MINUTE": "0",
             "TRAINSHED_LOG_LEVEL": "WARNING", "TRAINSHED_LEASE_SECONDS": "60", "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
+            "PYTHONUNBUFFERED": "1", "TRAINSHED_STARTS_AT_ONCE": str(plan.starts_at_once or ""),
         }  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "-m", "api.cli", "serve", "--data-dir", str(self.data_dir), "--port", "0"],
@@ -113,7 +131,14 @@ class Service:
             said += line
         self.port = int(match[1])
         # It goes on talking, and must not wait for a reader.
-        Thread(target=self.process.stdout.read, daemon=True).start()
+        self._hearing = Thread(target=self.process.stdout.read, daemon=True)
+        self._hearing.start()
+
+    def close(self) -> None:
+        """After its end."""
+        self._hearing.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     @property
     def database(self) -> Path:
@@ -123,15 +148,33 @@ class Service:
         headers = {"authorization": f"Bearer {KEY}"}
         return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", headers=headers, timeout=120)
 
-    def rows(self) -> set[str]:
-        """The ids of all jobs."""
+    def rows(self) -> dict[str, tuple[int, int]]:
+        """Of each job, how many attempts it had and the last step."""
+        return {id_: (attempt, step) for id_, attempt, step in self.asked("SELECT id, attempt, last_step FROM jobs")}
+
+    def most_starting(self) -> int:
+        """Jobs that were at one moment between being placed and training."""
+        starting: set[str] = set()
+        most = 0
+        states = "SELECT job_id, data FROM job_events WHERE type = 'state' ORDER BY created_at, seq"
+        for id_, data in self.asked(states):
+            (starting.add if json.loads(data)["state"] == "starting" else starting.discard)(id_)
+            most = max(most, len(starting))
+        return most
+
+    def delays(self, hearings: Iterable[tuple[str, int, float]]) -> list[float]:
+        """From when each event was written, where that was before it was heard by a clock that both read."""
+        written = {(id_, seq): at for id_, seq, at in self.asked("SELECT job_id, seq, created_at FROM job_events")}
+        return [at - written[id_, seq] for id_, seq, at in hearings if (id_, seq) in written]
+
+    def asked(self, query: str) -> list[Any]:
         with closing(sqlite3.connect(f"file:{self.database}?mode=ro", uri=True, timeout=30)) as connection:
-            return {id_ for (id_,) in connection.execute("SELECT id FROM jobs")}
+            return connection.execute(query).fetchall()
 
 
 @contextmanager
-def running(folder: Path, slots: int) -> Iterator[Service]:
-    service = Service(folder, slots)
+def running(folder: Path, plan: Plan) -> Iterator[Service]:
+    service = Service(folder, plan)
     try:
         yield service
     finally:
@@ -145,6 +188,7 @@ def running(folder: Path, slots: int) -> Iterator[Service]:
         else:
             service.process.kill()
             service.process.wait()
+        service.close()
 
 
 # Connections
@@ -214,6 +258,8 @@ async def listen(service: Service, job_id: str, found: Found, *, until: float) -
     """Hear a job to its end, and compare what was heard with what there was."""
     seqs: list[int] = []
     end: int | None = None
+    # What was there before comes at once, and says nothing of delays.
+    known = max((seq for (seq,) in service.asked(f"SELECT last_event FROM jobs WHERE id = '{job_id}'")), default=0)
     while end is None and monotonic() < until:
         async with connection(service.port) as (reader, writer):
             last = str(seqs[-1] if seqs else 0)
@@ -230,6 +276,8 @@ async def listen(service: Service, job_id: str, found: Found, *, until: float) -
                             end = int(number.removesuffix(b"-done"))
                         else:
                             seqs.append(int(number))
+                            if seqs[-1] > known:
+                                found.hearings.append((job_id, seqs[-1], time()))
         if end is None:
             found.reconnects += 1
     found.heard += len(seqs)
@@ -253,23 +301,29 @@ async def watch(service: Service, found: Found, *, every: float) -> None:
 
 def load(plan: Plan) -> Found:
     found = Found()
-    with tempfile.TemporaryDirectory(prefix="load-") as folder, running(Path(folder), plan.jobs) as service:
+    with tempfile.TemporaryDirectory(prefix="load-") as folder, running(Path(folder), plan) as service:
         with service.client() as client:
             until_true(lambda: client.get("/readyz").status_code == 200)
             text = {"file": ("text.txt", b"to be or not to be, that is the question\n" * 50)}
             file = client.post("/v1/files", data={"purpose": "pretrain"}, files=text).raise_for_status().json()["id"]
-            spec = SPEC | {"data": {"train": [file], "seq_len": 32}}
+            spec = SPEC | {"data": {"train": [file], "seq_len": SEQ_LEN}}
             if plan.gently:
                 asyncio.run(gentle(service, plan, spec, found))
                 ours: set[str] = set()
             else:
                 ours = asyncio.run(hard(service, client, plan, spec, found))
-        found.lost_jobs = len((set(found.accepted) | ours) - service.rows())
+        rows = service.rows()
+        found.lost_jobs = len((set(found.accepted) | ours) - set(rows))
+        found.lost_leases = sum(attempt - 1 for id_, (attempt, _) in rows.items() if id_ in ours)
+        found.steps = sum(step for id_, (_, step) in rows.items() if id_ in ours)
+        found.most_starting = service.most_starting()
+        found.delays = service.delays(found.hearings)
+        found.hearings.clear()
     return found
 
 
 def training(steps: int) -> dict[str, Any]:
-    return {"training": {"steps": steps, "global_batch": 1, "precision": "fp32", "checkpoint_every": FOREVER}}
+    return {"training": {"steps": steps, "global_batch": BATCH, "precision": "fp32", "checkpoint_every": FOREVER}}
 
 
 async def hard(
@@ -283,7 +337,9 @@ async def hard(
         until_true(lambda: all(client.get(f"/v1/jobs/{id_}").json()["state"] == "running" for id_ in ids))
         return ids
 
+    began = monotonic()
     ids = await asyncio.to_thread(start)
+    found.start_seconds = monotonic() - began
     until = monotonic() + plan.seconds + PATIENCE_SECONDS
     watching = asyncio.create_task(watch(service, found, every=1.0))
     listeners = [
@@ -335,19 +391,26 @@ def until_true(claim: Callable[[], bool]) -> None:
 
 def report(plan: Plan, found: Found) -> str:
     """In Markdown."""
-    cuts = quantiles(found.latencies, n=100) if len(found.latencies) > 1 else [0.0] * 99
+    cuts, delays = hundredths(found.latencies), hundredths(found.delays)
     peak = max((sample.get("api MiB", 0.0) for sample in found.samples), default=0.0)
     lines = [
         f"- {len(found.latencies):,} submits at {plan.submits:g} a second: {dict(found.answers)}; "
         f"p50 {1e3 * cuts[49]:.0f} ms, p99 {1e3 * cuts[98]:.0f} ms, from when each was due",
         f"- accepted jobs without a row: {found.lost_jobs}",
+        f"- {plan.jobs} runs, training after {found.start_seconds:.0f} s ({found.most_starting} at most were started "
+        f"at once), took {found.steps:,} steps; attempts of them that were lost: {found.lost_leases}",
         f"- {plan.readers} listeners heard {found.heard:,} events; missing or twice: {found.lost_events}; "
-        f"heard no end: {found.unfinished}; came back: {found.reconnects}",
+        f"heard no end: {found.unfinished}; came back: {found.reconnects}; from written to heard "
+        f"p50 {1e3 * delays[49]:.0f} ms, p99 {1e3 * delays[98]:.0f} ms",
         f"- memory of the API: {peak:.0f} MiB at most",
         f"- {'nothing was lost' if found.is_whole else '**something was lost, or refused**'}",
     ]
     # Of a queue that fills there is no use in asking whether it grows.
     return "\n".join(lines + (["", growth.table(growth.judged(found.samples))] if plan.gently else []))
+
+
+def hundredths(values: list[float]) -> list[float]:
+    return quantiles(values, n=100) if len(values) > 1 else [0.0] * 99
 
 
 def main() -> int:
@@ -365,9 +428,12 @@ def main() -> int:
         submits=asked_.submits or rate, seconds=60 * asked_.minutes if gently else asked_.seconds,
         readers=asked_.readers or readers, jobs=asked_.jobs or jobs, gently=gently,
     )  # fmt: skip
+    # So that the service does not outlive who ends this.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     found = load(plan)
     print(report(plan, found))  # noqa: T201
-    measured = vars(found) | {"accepted": len(found.accepted), "plan": asdict(plan), "machine": machine()}
+    kept = {"accepted": len(found.accepted), "delays": hundredths(found.delays), "hearings": None}
+    measured = vars(found) | kept | {"plan": asdict(plan), "machine": machine()}
     asked_.out.write_text(json.dumps(measured, indent=1) + "\n")
     grows = gently and not all(each.is_flat for each in growth.judged(found.samples))
     return 0 if found.is_whole and not grows else 1

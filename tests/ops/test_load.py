@@ -42,12 +42,23 @@ def test_the_first_quarter_is_for_warming_up() -> None:
 @pytest.mark.parametrize(
     "found",
     [
-        Found(lost_jobs=1), Found(lost_events=1), Found(unfinished=1), Found(answers=Counter({"201": 9, "503": 1})),
+        Found(lost_jobs=1), Found(lost_leases=1), Found(lost_events=1), Found(unfinished=1),
+        Found(answers=Counter({"201": 9, "503": 1})),
     ],
 )  # fmt: skip
 def test_whatever_is_lost_or_refused_is_told(found: Found) -> None:
     assert not found.is_whole
     assert "something was lost" in load.report(Plan(), found)
+
+
+def test_runs_start_one_after_another_where_a_host_starts_one_at_once_and_a_small_load_loses_nothing() -> None:
+    plan = Plan(submits=10, seconds=2, readers=4, jobs=2, starts_at_once=1)
+    found = load.load(plan)
+    assert found.is_whole, load.report(plan, found)
+    assert len(found.accepted) == 20
+    assert found.heard > 0
+    assert found.delays
+    assert found.most_starting == 1
 
 
 @pytest.mark.slow
