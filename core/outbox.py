@@ -2,7 +2,7 @@
 
 A message is sent at least once, always under the same id. Any number of senders may look at once: an endpoint is one's
 for a while, with one message, and another's after that if the first says nothing more. So its messages arrive in order,
-but for those that it did not take at first.
+but for those that it did not take at first: others go before they are sent again, and none waits for days behind one.
 """
 
 from __future__ import annotations

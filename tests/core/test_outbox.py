@@ -126,6 +126,28 @@ def test_two_senders_take_an_endpoints_messages_one_after_the_other_in_order(dat
     assert take(database) == []
 
 
+def test_a_message_that_was_not_taken_is_overtaken_and_tells_by_its_time_which_is_the_later(database: Database) -> None:
+    with database.session() as session:
+        make.webhook(session, event_types=["job.cancelled"])
+        job = make.job(session)
+        jobs.move(session, job.id, JobState.CANCELLED)
+    (first,) = take(database)
+    with database.session() as session:
+        assert outbox.failed(session, first, "it answered 500")
+    with database.session() as session:
+        jobs.move(session, job.id, JobState.QUEUED)
+        jobs.move(session, job.id, JobState.CANCELLED)
+    (later,) = take(database)
+    with database.session() as session:
+        outbox.delivered(session, later)
+    come_due(database)
+    (late,) = take(database)
+    assert (late.id, late.body) == (first.id, first.body)
+    told = [json.loads(errand.body) for errand in (late, later)]
+    assert [each["data"]["id"] for each in told] == [job.id] * 2
+    assert told[0]["created_at"] <= told[1]["created_at"]
+
+
 def test_a_sender_that_comes_back_late_does_not_let_a_third_in_beside_the_second(database: Database) -> None:
     one_message(database)
     (first,) = take(database)
