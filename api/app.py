@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 from anyio import CapacityLimiter
 from fastapi import FastAPI
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -167,22 +167,28 @@ class Around:
 
 
 def limited(scope: Scope, receive: Receive) -> Receive:
-    """`receive`, counting: what is too large is refused while it comes in, whatever its headers said."""
+    """`receive`, counting: what is too large is refused before it comes in, or while it does if it did not say so."""
     services: Services = scope["app"].state.services
     sizes = (size(services.settings) for path, size in UPLOADS if path.fullmatch(scope["path"]))
     size = next(sizes, None)
     most = MAX_JSON_BYTES if size is None else size + MULTIPART_BYTES
     around, taken = surroundings.of(scope), 0
+    announced = int(Headers(scope=scope).get("content-length", "0"))
     around.tighten(
         Limit(most, HTTPException(413, f"The body is larger than the {most} bytes that this server takes here."))
     )
 
     async def receive_counted() -> Message:
         nonlocal taken
+        _refuse_beyond(around.limit, announced)
         message = await receive()
         taken += len(message.get("body", b""))
-        if around.limit is not None and taken > around.limit.most_bytes:
-            raise around.limit.refusal
+        _refuse_beyond(around.limit, taken)
         return message
 
     return receive_counted
+
+
+def _refuse_beyond(limit: Limit | None, size: int) -> None:
+    if limit is not None and size > limit.most_bytes:
+        raise limit.refusal

@@ -55,7 +55,8 @@ def answer(headers: Headers, *, size: int, etag: str, filename: str, open_: Open
     """The whole, the part that is asked for, or word that the caller's copy is still good."""
     tag = f'"{etag}"'
     about = {"etag": tag, "accept-ranges": "bytes", "content-disposition": attachment(filename)}
-    if tag in [candidate.strip().removeprefix("W/") for candidate in headers.get("if-none-match", "").split(",")]:
+    known = [candidate.strip().removeprefix("W/") for candidate in headers.get("if-none-match", "").split(",")]
+    if tag in known or known == ["*"]:
         return Response(status_code=304, headers={"etag": tag})
     current = headers.get("if-range", tag) == tag
     part = span(headers.get("range"), size=size) if current else None

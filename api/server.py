@@ -52,6 +52,7 @@ def main() -> None:
     config = uvicorn.Config(
         app,
         http=Protocol,
+        ws="none",
         host=settings.host,
         port=settings.port,
         log_config=None,

@@ -60,7 +60,7 @@ def running(services: Services, port: int = 0) -> Iterator[str]:
     """The API of `services` in a thread; its URL."""
     app = create_app(services)
     config = uvicorn.Config(
-        app, http=Protocol, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1
+        app, http=Protocol, ws="none", port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1
     )
     server = Server(app, config)
     thread = threading.Thread(target=server.run, name="api", daemon=True)

@@ -56,6 +56,7 @@ def test_a_file_comes_whole_with_its_hash_as_etag(http, job):
         pytest.param({"if-none-match": '"other"'}, 200, slice(None), id="the whole if mine is another"),
         pytest.param({"if-none-match": '"other", {etag}'}, 304, slice(0), id="nothing if I have it"),
         pytest.param({"if-none-match": "W/{etag}"}, 304, slice(0), id="compared weakly"),
+        pytest.param({"if-none-match": "*"}, 304, slice(0), id="nothing if I have any"),
     ],
 )
 def test_a_part_can_be_had_and_a_good_copy_is_not_sent_again(http, job, headers, status, part):

@@ -3,6 +3,7 @@
 import json
 import socket
 from http.client import HTTPResponse
+from urllib.parse import quote
 
 import pytest
 
@@ -230,6 +231,25 @@ def test_more_labels_than_a_job_can_have_are_not_looked_for(http, path, word):
     assert asked(16).status_code == 200
     error = envelope(asked(17), 400)
     assert error["param"] == word
+
+
+@pytest.mark.parametrize(("path", "word"), [("jobs", "label"), ("fine_tuning/jobs", "metadata")])
+@pytest.mark.parametrize(
+    "asked",
+    ["[]=x", "[a=x", "[a]b=x", f"[{'a' * 65}]=x", "[a]=x&{word}[a]=y"],
+    ids=["no name", "not closed", "more behind it", "a name that is too long", "two values"],
+)
+def test_a_filter_that_fits_no_job_is_an_error_and_not_all_jobs(http, path, word, asked):
+    asked = word + asked.replace("{word}", word)
+    error = envelope(http.get(f"/v1/{path}?{asked}"), 400)
+    assert error["param"] == word
+
+
+def test_a_filter_by_a_name_with_odd_characters_finds_none(http):
+    driving.submit(http)
+    for name in ("\n", "\u2028", "a]b", "\U0001f600", "%"):
+        asked = quote(f"label[{name}]", safe="")
+        assert http.get(f"/v1/jobs?{asked}=x").json()["data"] == [], name
 
 
 def test_what_happened_is_listed_in_order_with_unique_ids_and_by_type(live, http):
