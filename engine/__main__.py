@@ -44,6 +44,16 @@ def measure(arguments: argparse.Namespace) -> int:
         return refused(error)
 
 
+def evaluate(arguments: argparse.Namespace) -> int:
+    from engine import evaluate
+
+    asked = {name: getattr(arguments, name) for name in ("checkpoint", "model", "ranks", "documents")}
+    try:
+        return evaluate.main(arguments.run_file, as_json=arguments.json, **asked)
+    except ValueError as error:
+        return refused(error)
+
+
 def plan(arguments: argparse.Namespace) -> int:
     from engine.plan import told
 
@@ -214,6 +224,21 @@ def parser() -> argparse.ArgumentParser:
     )
     run_file(sub)
     sub.add_argument("--json", action="store_true", help="one JSON array of ranks instead of a table")
+
+    sub = command(
+        "eval",
+        evaluate,
+        "Say what a run's base, checkpoint or another model makes of what it holds out: loss, perplexity.",
+    )
+    run_file(sub)
+    what = sub.add_mutually_exclusive_group()
+    what.add_argument("--checkpoint", type=folder, metavar="DIR", help="a checkpoint of the run, of any layout")
+    what.add_argument("--model", type=folder, metavar="DIR", help="a folder in Hugging Face layout, with its tokenizer")
+    sub.add_argument(
+        "--ranks", type=positive, metavar="N", help="share the rows over N ranks, instead of the run's layout"
+    )
+    sub.add_argument("--documents", action="store_true", help="also of each document, by file and line")
+    sub.add_argument("--json", action="store_true", help="one JSON object instead of lines")
 
     sub = command("plan", plan, "Say what a run needs and takes, which layouts would do, and why others would not.")
     run_file(sub)

@@ -10,7 +10,9 @@ from pathlib import Path
 from engine import lora, weights
 from engine.config import ModelShape, RunConfig, Training
 from engine.data.format import InvalidData
+from engine.data.loader import Loader
 from engine.data.prepare import Prepared, load_tokenizer, open_prepared, prepare, tokenizer_for
+from engine.data.rows import Rows
 from engine.events import ErrorCode
 from engine.failure import RunFailure
 from engine.mesh import Mesh
@@ -23,16 +25,33 @@ from engine.together import together
 from engine.tokenizer import Tokenizer
 
 
-def ready_data(run: RunConfig, run_dir: Path, mesh: Mesh, report: Reporter) -> tuple[Tokenizer, Prepared]:
-    """Tokenizer and rows: rank 0 makes them, and all open them."""
+def ready_data(
+    run: RunConfig, run_dir: Path, mesh: Mesh, report: Reporter, *, into: Path | None = None
+) -> tuple[Tokenizer, Prepared]:
+    """Tokenizer and rows: rank 0 makes them in `into`, or in the run directory, and all open them."""
     with together(mesh):
         if mesh.world_rank == 0:
             with blame("invalid_model"):
-                tokenizer = tokenizer_for(run, run_dir, report)
+                tokenizer = tokenizer_for(run, run_dir, report, into=into)
                 shape = _shape(run, run_dir)
             with blame("invalid_data"):
-                prepare(run, run_dir, tokenizer, report, vocab_size=shape.vocab_size)
-    return load_tokenizer(run_dir), open_prepared(run_dir)
+                prepare(run, run_dir, tokenizer, report, vocab_size=shape.vocab_size, into=into)
+    return load_tokenizer(into or run_dir), open_prepared(into or run_dir)
+
+
+def ready_loader(run: RunConfig, decoder: Decoder, rows: Rows) -> Loader:
+    """What deals these rows out to this rank."""
+    mesh = decoder.mesh
+    return Loader(
+        rows,
+        seed=run.training.seed,
+        global_batch=run.training.global_batch,
+        micro_batch=run.training.micro_batch,
+        data_rank=mesh.rank("data"),
+        data_size=mesh.size("data"),
+        window=decoder.shape.sliding_window,
+        device=mesh.device,
+    )
 
 
 def ready_model(run: RunConfig, run_dir: Path, mesh: Mesh, tokenizer: Tokenizer) -> Decoder:

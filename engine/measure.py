@@ -7,17 +7,14 @@ nor weights are read: of a base, its `config.json` alone.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from engine import launch, lora, weights
+from engine import crew, lora, weights
 from engine.batch import Batch
 from engine.config import ModelShape, Operation, RunConfig
 from engine.mesh import Mesh, build
@@ -152,30 +149,5 @@ def _plain(report: Report) -> dict[str, object]:
 
 def start(run_file: Path, *, ranks: int, as_json: bool) -> int:
     """Start every rank on this host and wait for them; rank 0 says what all found. None outlives one that fails."""
-    command = [sys.executable, "-m", "engine", "measure", str(run_file.absolute()), *(["--json"] if as_json else [])]
-    with tempfile.TemporaryDirectory(prefix="measure-") as meeting, launch.Watch(None) as watch:
-        rendezvous = Path(meeting) / "rendezvous"
-        at_birth = launch.die_with(os.getpid())
-        crew = [
-            launch.Rank(
-                number,
-                subprocess.Popen(
-                    command,
-                    env=launch.environment_of(number, ranks=ranks, threads=None, rendezvous=rendezvous),
-                    stdin=subprocess.DEVNULL,
-                    preexec_fn=at_birth,
-                ),
-            )
-            for number in range(ranks)
-        ]
-        try:
-            watch.leave_within(MOST_SECONDS)
-            while (codes := [rank.process.poll() for rank in crew]).count(None) and not any(codes):
-                if watch.stopping:
-                    break
-                if not watch.wait():
-                    sys.stderr.write(f"the ranks were not done within {MOST_SECONDS:g} seconds\n")
-                    break
-        finally:
-            launch.kill(crew)
-    return next((code for code in codes if code), int(None in codes))
+    asked = ["measure", str(run_file.absolute()), *(["--json"] if as_json else [])]
+    return crew.run(asked, ranks=ranks, seconds=MOST_SECONDS)

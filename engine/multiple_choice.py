@@ -26,9 +26,8 @@ def log_likelihoods(
 
     `loader` deals the questions' rows out, and `over_ranks` sums over all ranks what those of the last stage have.
     """
-    decoder, rows = passes.decoder, loader.rows
-    first_B = np.array([rows.place(row).start for row in range(len(rows))])
-    tally = Tally(np.arange(rows.documents), first_B, decoder.context, decoder.device)
+    decoder = passes.decoder
+    tally = Tally.of(loader.rows, decoder.context, decoder.device)
     # Under dpo a batch is of pairs, and these are none.
     criterion, was_training = decoder.criterion, decoder.training
     decoder.criterion = vocab_loss

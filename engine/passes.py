@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -98,6 +99,18 @@ class Passes:
                 else:
                     yield group[turn.micro], output
         self.forward.finish()
+
+    def over_ranks(self, sums: Tensor, own: Sequence[float] = ()) -> tuple[list[float], list[float]]:
+        """Sums over labels (fp64), wherever those are, and those of numbers that each rank has of its own."""
+        mesh = self.decoder.mesh
+        # Of ranks that share a model, those of the last stage have the loss, each tensor rank the same.
+        counts = mesh.rank("tensor") == 0 and self.rank == self.ranks - 1
+        both = torch.cat([sums if counts else torch.zeros_like(sums), sums.new_tensor(own)])
+        with mesh.exchange():
+            if mesh.parallel.ranks > 1:
+                dist.all_reduce(both)
+            summed = both.tolist()
+        return summed[: len(sums)], summed[len(sums) :]
 
     def _taken(self, order: Sequence[Turn], batches: Sequence[Batch]) -> Iterator[tuple[Turn, Tensor | None]]:
         """Each turn with what it needs from a neighbour, which travels during the turn before."""

@@ -5,12 +5,15 @@ B rows, T tokens, S tokens of this rank, N documents of all rows.
 
 from __future__ import annotations
 
+from typing import Self
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.batch import IGNORE, Batch
 from engine.context import ContextAxis
-from engine.data.rows import Array
+from engine.data.rows import Array, Rows
 from engine.loss import LossParts
 
 
@@ -24,6 +27,12 @@ class Tally:
         # One place more: what fills the last row is a document after all others.
         size = len(documents_N) + 1 if len(documents_N) else 0
         self._sums_2N = torch.zeros(2, size, dtype=torch.float64, device=device)
+
+    @classmethod
+    def of(cls, rows: Rows, context: ContextAxis, device: torch.device) -> Self:
+        """Of all documents of these rows, which come in their order."""
+        first_B = np.array([rows.place(row).start for row in range(len(rows))])
+        return cls(np.arange(rows.documents), first_B, context, device)
 
     @property
     def sums(self) -> Tensor:

@@ -30,7 +30,7 @@ from engine.data.rows import Rows
 from engine.events import CheckpointSaved, Evaluated, Event, Finished, Log, Spike, Started, Step, Stopped
 from engine.export import export
 from engine.loss import SUMS, means
-from engine.makings import blame, ready_data, ready_model, ready_optimizer
+from engine.makings import blame, ready_data, ready_loader, ready_model, ready_optimizer
 from engine.mesh import Mesh, build
 from engine.model import Decoder, whole_shapes
 from engine.outliers import Outliers
@@ -282,7 +282,7 @@ class Work:
         norm = self.optimizer.sum_gradients()
         # The norm had the host wait for the device, so that the time of all before it can be read.
         spent = self.stopwatch.lap()
-        summed, times = self._over_ranks(torch.cat([sums, tally.sums]), list(spent.values()))
+        summed, times = self.passes.over_ranks(torch.cat([sums, tally.sums]), list(spent.values()))
         told = means(summed[: len(sums)])
         loss = told["loss"]
         if not (isfinite(loss) and isfinite(norm)):
@@ -339,7 +339,7 @@ class Work:
             return
         loader = self._loader(self.prepared.validation)
         self.decoder.eval()
-        sums, _ = self._over_ranks(self.passes.evaluate(loader.sweep()))
+        sums, _ = self.passes.over_ranks(self.passes.evaluate(loader.sweep()))
         told = means(sums)
         loss = told["loss"]
         trouble = None
@@ -413,7 +413,7 @@ class Work:
         if (questions := self.prepared.questions) is None:
             return
         found_C = multiple_choice.log_likelihoods(
-            questions, self.passes, self._loader(questions.rows), lambda sums: self._over_ranks(sums)[0]
+            questions, self.passes, self._loader(questions.rows), lambda sums: self.passes.over_ranks(sums)[0]
         )
         if lines := multiple_choice.unanswered(questions, found_C):
             self.warn(
@@ -443,27 +443,7 @@ class Work:
         return checkpoint.load(found, self.optimizer, base=self.base, scale=self.scale).step
 
     def _loader(self, rows: Rows) -> Loader:
-        return Loader(
-            rows,
-            seed=self.run.training.seed,
-            global_batch=self.run.training.global_batch,
-            micro_batch=self.run.training.micro_batch,
-            data_rank=self.mesh.rank("data"),
-            data_size=self.mesh.size("data"),
-            window=self.decoder.shape.sliding_window,
-            device=self.mesh.device,
-        )
-
-    def _over_ranks(self, sums: torch.Tensor, own: Sequence[float] = ()) -> tuple[list[float], list[float]]:
-        """Sums over labels (fp64), wherever those are, and those of numbers that each rank has of its own."""
-        # Of ranks that share a model, those of the last stage have the loss, each tensor rank the same.
-        counts = self.mesh.rank("tensor") == 0 and self.mesh.rank("pipeline") == self.mesh.size("pipeline") - 1
-        both = torch.cat([sums if counts else torch.zeros_like(sums), sums.new_tensor(own)])
-        with self.mesh.exchange():
-            if self.run.parallel.ranks > 1:
-                dist.all_reduce(both)
-            summed = both.tolist()
-        return summed[: len(sums)], summed[len(sums) :]
+        return ready_loader(self.run, self.decoder, rows)
 
 
 def is_due(step: int, every: int | None, total_steps: int) -> bool:

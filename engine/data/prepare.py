@@ -93,8 +93,8 @@ class Prepared:
     """Multiple-choice questions to ask; None: there are none."""
 
 
-def tokenizer_for(run: RunConfig, run_dir: Path, report: Report) -> Tokenizer:
-    """The run's tokenizer, written to `prepared/tokenizer`, from where the other ranks load it.
+def tokenizer_for(run: RunConfig, run_dir: Path, report: Report, *, into: Path | None = None) -> Tokenizer:
+    """The run's tokenizer, written to `prepared/tokenizer` in `into`, or the run directory: the other ranks load it.
 
     A resumed run keeps the one beside its checkpoint, if there is one: ids must not change their meaning.
     """
@@ -124,7 +124,7 @@ def tokenizer_for(run: RunConfig, run_dir: Path, report: Report) -> Tokenizer:
             )
             + ', so nothing would ever stop; set "eos_token" in its tokenizer_config.json'
         )
-    tokenizer.save(run_dir / "prepared" / "tokenizer")
+    tokenizer.save((into or run_dir) / "prepared" / "tokenizer")
     return tokenizer
 
 
@@ -134,15 +134,23 @@ def load_tokenizer(run_dir: Path) -> Tokenizer:
 
 
 def prepare(
-    run: RunConfig, run_dir: Path, tokenizer: Tokenizer, report: Report, *, vocab_size: int | None = None
+    run: RunConfig,
+    run_dir: Path,
+    tokenizer: Tokenizer,
+    report: Report,
+    *,
+    vocab_size: int | None = None,
+    into: Path | None = None,
 ) -> Prepared:
-    """Write `prepared/` and open it. Raises InvalidData, naming lines, where the data can't be trained on.
+    """Write `prepared/` in `into`, or the run directory, and open it.
+
+    Raises InvalidData, naming lines, where the data can't be trained on.
 
     `vocab_size` is the model's; None: what the run says of its model, or else the tokenizer's.
     """
     if vocab_size is None:
         vocab_size = tokenizer.vocab_size if run.model is None else run.model.vocab_size
-    data, folder = run.data, run_dir / "prepared"
+    data, folder = run.data, (into or run_dir) / "prepared"
     for name in ("train", "validation", "questions"):
         shutil.rmtree(folder / name, ignore_errors=True)
     learns_all = run.objective == "pretrain" or data.format == "text"
@@ -175,7 +183,7 @@ def prepare(
         else:
             (folder / f"{name}.bounds.npy").unlink(missing_ok=True)
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
-    return open_prepared(run_dir)
+    return open_prepared(into or run_dir)
 
 
 def open_prepared(run_dir: Path) -> Prepared:

@@ -139,6 +139,11 @@ class Rows:
         segment = self._segments[self._members[document]]
         return int(segment["file"]), int(segment["line"])
 
+    def all_origins(self) -> tuple[Array, Array]:
+        """File number and line of each document of all rows."""
+        segments = self._segments[self._members]
+        return segments["file"], segments["line"]
+
     def origins(self, index: int) -> list[tuple[int, int]]:
         """File number and line of each document in a row."""
         segments = self._segments[self._members[self.place(index)]]

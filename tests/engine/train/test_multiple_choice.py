@@ -60,7 +60,10 @@ def found(folder: Path, run: RunConfig) -> list[float]:
     work = Work(run, folder, mesh, lambda event: None, StopWish(), tokenizer, prepared, decoder)
     assert prepared.questions is not None
     each: list[float] = log_likelihoods(
-        prepared.questions, work.passes, work._loader(prepared.questions.rows), lambda sums: work._over_ranks(sums)[0]
+        prepared.questions,
+        work.passes,
+        work._loader(prepared.questions.rows),
+        lambda sums: work.passes.over_ranks(sums)[0],
     ).tolist()
     mesh.close()
     return each

@@ -1,0 +1,165 @@
+"""`python -m engine eval`: what it says is what `transformers` says, and the run's own validations, in any layout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import evaluate
+from engine.__main__ import main
+from engine.config import RunConfig
+from engine.evaluate import Held, asked
+from tests.engine.train import runs
+from tests.worlds import World
+
+DEADLINE = 120.0
+HELD_OUT = [{"prompt": f"{n}?", "completion": " no" * (n % 4 + 1)} for n in range(7)]
+WORDS = "{}: shed and rail and signal"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.base_in(tmp_path_factory.mktemp("base"))
+
+
+def completions(base: Path, folder: Path, **changes: Any) -> RunConfig:
+    """A run that holds out `HELD_OUT`, written to its folder."""
+    data = runs.COMPLETION["data"] | {"validation": "data/held-out.jsonl"}
+    of_base = {"model": None, "base": str(base), "tokenizer": {"type": "base"}}
+    run = runs.config(**runs.COMPLETION | of_base | {"data": data} | changes)
+    runs.write(folder, run)
+    (folder / "data" / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in HELD_OUT))
+    return run
+
+
+def by_transformers(base: Path) -> list[tuple[float, int]]:
+    """Mean loss of each answer by the library's own loss, and its labels."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    found = []
+    for row in HELD_OUT:
+        prompt = tokenizer(row["prompt"]).input_ids
+        answer = [*tokenizer(row["completion"], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        labels = torch.tensor([[-100] * len(prompt) + answer])
+        with torch.no_grad():
+            found.append((model(torch.tensor([[*prompt, *answer]]), labels=labels).loss.item(), len(answer)))
+    return found
+
+
+def test_a_base_has_the_loss_that_transformers_finds_in_all_and_of_each_document(base: Path, tmp_path: Path) -> None:
+    run = completions(base, tmp_path, training={"micro_batch": 2})
+    held = evaluate.evaluate(asked(run, tmp_path), tmp_path, documents=True)
+    each = by_transformers(base)
+    tokens = sum(count for _, count in each)
+    assert held.loss == pytest.approx(sum(loss * count for loss, count in each) / tokens, rel=1e-5)
+    assert (held.tokens, held.documents, held.model) == (tokens, len(HELD_OUT), str(base))
+    assert held.perplexity == pytest.approx(exp(held.loss))
+    assert held.lines is not None
+    assert [(line.line, line.tokens) for line in held.lines] == [(n, count) for n, (_, count) in enumerate(each, 1)]
+    for line, (loss, _) in zip(held.lines, each, strict=True):
+        assert line.loss == pytest.approx(loss, rel=1e-5)
+    assert held.tokens_per_second > 0
+    (file,) = held.files
+    assert (file.file, file.tokens, file.loss) == ("data/held-out.jsonl", tokens, pytest.approx(held.loss))
+
+
+@pytest.mark.parametrize("layout", [name for name in runs.LAYOUTS if name != "one"])
+def test_any_layout_finds_the_same(base: Path, tmp_path: Path, world2: World, layout: str) -> None:
+    alone = evaluate.evaluate(asked(completions(base, tmp_path), tmp_path), tmp_path, documents=True)
+    run = asked(completions(base, tmp_path, parallel=runs.LAYOUTS[layout]), tmp_path)
+    found: list[Held] = world2.run(evaluate.evaluate, run, tmp_path, documents=True)
+    for held in found:
+        assert held.loss == pytest.approx(alone.loss, rel=1e-6)
+        assert (held.tokens, held.documents, held.ranks) == (alone.tokens, alone.documents, 2)
+        assert [line.loss for line in held.lines or ()] == pytest.approx(
+            [line.loss for line in alone.lines or ()], rel=1e-5
+        )
+    assert not list(tmp_path.glob(".evaluation-*"))
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4, "targets": ["q", "v"]}], ids=["all", "adapter"])
+def test_a_checkpoint_has_the_loss_that_the_run_found_in_any_layout(
+    base: Path, tmp_path: Path, world2: World, lora: Any
+) -> None:
+    run = completions(base, tmp_path, lora=lora, training={"steps": 3, "lr": 0.01, "eval_every": 3})
+    (evaluated,) = [event for event in runs.events_of(tmp_path, run) if event.type == "evaluated"]
+    saved = tmp_path / "checkpoints" / "step-00000003"
+    held = evaluate.evaluate(asked(run, tmp_path, saved), tmp_path)
+    assert (held.loss, held.tokens) == (pytest.approx(evaluated.loss, rel=1e-6), evaluated.tokens)
+    assert held.token_accuracy == evaluated.token_accuracy
+    assert held.loss != pytest.approx(evaluate.evaluate(asked(run, tmp_path), tmp_path).loss, rel=1e-3)
+    cut = asked(run.model_copy(update={"parallel": run.parallel.model_copy(update={"tensor": 2})}), tmp_path, saved)
+    for found in world2.run(evaluate.evaluate, cut, tmp_path):
+        assert found.loss == pytest.approx(evaluated.loss, rel=1e-5)
+    exported = asked(run, tmp_path, model=tmp_path / "export" / "model")
+    assert evaluate.evaluate(exported, tmp_path).loss == pytest.approx(evaluated.loss, rel=1e-5)
+
+
+def test_a_document_that_fills_several_rows_is_one_and_files_are_told_apart(base: Path, tmp_path: Path) -> None:
+    data = {"train": ["data/a.txt", "data/b.txt"], "format": "text", "validation": 0.5, "packing": True}
+    run = runs.config(model=None, base=str(base), tokenizer={"type": "base"}, data=data)
+    runs.write(tmp_path, run)
+    for name in ("a", "b"):
+        (tmp_path / "data" / f"{name}.txt").write_text(" ".join(WORDS.format(name * n) for n in range(40)))
+    held = evaluate.evaluate(asked(run, tmp_path), tmp_path, documents=True)
+    assert [file.file for file in held.files] == ["data/a.txt", "data/b.txt"]
+    assert sum(file.tokens for file in held.files) == held.tokens
+    total = sum(file.loss * file.tokens for file in held.files)
+    assert total / held.tokens == pytest.approx(held.loss, rel=1e-7)
+    assert (held.documents, len(held.lines or ())) == (2, 2)
+    assert "data/b.txt:1" in evaluate.in_words(held)
+
+
+def test_as_a_person_calls_it_on_two_ranks_and_nothing_in_the_folder_changes(base: Path, tmp_path: Path) -> None:
+    run = completions(base, tmp_path, training={"global_batch": 3, "micro_batch": 3})
+    alone = evaluate.evaluate(asked(run, tmp_path), tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    command = [sys.executable, "-m", "engine", "eval", str(tmp_path / "run.json"), "--ranks", "2", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    told = json.loads(ended.stdout)
+    assert (told["loss"], told["ranks"], told["tokens"]) == (pytest.approx(alone.loss, rel=1e-6), 2, alone.tokens)
+    assert told["lines"] is None
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert after == before
+
+
+def test_what_cannot_be_evaluated_is_refused_in_words(base: Path, tmp_path: Path, capsys: Any) -> None:
+    def said(*arguments: str) -> str:
+        assert main(["eval", str(tmp_path / "run.json"), *arguments]) == 1
+        return str(capsys.readouterr().err)
+
+    scratch = runs.config(data={"validation": 0.5})
+    for run, words in (
+        (runs.config(), "set data.validation"),
+        (runs.config(**runs.PREFERENCE | {"data": runs.PREFERENCE["data"] | {"validation": 0.5}}), "dpo"),
+        (scratch, "--checkpoint"),
+    ):
+        runs.write(tmp_path, run)
+        assert words in said()
+    (tmp_path / "empty").mkdir()
+    assert "no manifest.json" in said("--checkpoint", str(tmp_path / "empty"))
+    assert "no tokenizer.json" in said("--model", str(tmp_path / "empty"))
+    completions(base, tmp_path)
+    (tmp_path / "data" / "held-out.jsonl").write_text('{"prompt": 7}\n')
+    assert "line 1" in said()
+    assert not list(tmp_path.glob(".evaluation-*"))
+
+
+@pytest.mark.slow
+def test_under_torchrun_one_rank_tells_it(base: Path, tmp_path: Path) -> None:
+    completions(base, tmp_path, parallel={"data": 2})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    ended = subprocess.run(
+        [*command, "engine", "eval", str(tmp_path / "run.json"), "--json"],
+        capture_output=True, text=True, timeout=DEADLINE, check=True,
+    )  # fmt: skip
+    assert json.loads(ended.stdout)["ranks"] == 2
