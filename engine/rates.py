@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from engine.config import ModelShape, Operation, RunConfig
 from engine.plan.flops import MULTIPLY_ADD, model_flops
-from engine.plan.recompute import hardware_flops
+from engine.plan.recompute import Setting, hardware_flops
 
 BESIDE_TRAINING = frozenset({"evaluation", "checkpoint"})
 """Parts of a step's time in which nothing is trained."""
@@ -43,7 +43,8 @@ def speeds(
     """
     seconds = sum(time for part, time in parts.items() if part not in BESIDE_TRAINING)
     model = model_flops(shape, tokens=tokens, pairs=pairs, lora=run.lora)
-    hardware = hardware_flops(shape, tokens=tokens, pairs=pairs, replayed=replayed, lora=run.lora)
+    micro_batch = Setting.of(run, shape)
+    hardware = hardware_flops(shape, tokens=tokens, pairs=pairs, replayed=replayed, lora=run.lora, of=micro_batch)
     if run.objective == "dpo":
         # The output's product is done again, see `engine.preference`.
         hardware += MULTIPLY_ADD * tokens * shape.hidden_size * shape.vocab_size

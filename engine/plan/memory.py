@@ -128,21 +128,6 @@ def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
     return holdings(shape, lora).elements(is_adapter=True)
 
 
-def parameters_per_rank(shape: ModelShape, *, tensor: int, stages: Sequence[Stage] | None = None) -> int:
-    """Weights of one tensor rank: its share of each matrix, the vocabulary padded to divide evenly, and its vectors.
-
-    `stages` are the rank's own; None: the whole model.
-    """
-    return holdings(shape, tensor=tensor, stages=stages).elements()
-
-
-def adapter_parameters_per_rank(
-    shape: ModelShape, lora: Lora, *, tensor: int, stages: Sequence[Stage] | None = None
-) -> int:
-    """Weights of the adapters on one tensor rank: of each pair, the side that follows the host matrix is shared out."""
-    return holdings(shape, lora, tensor=tensor, stages=stages).elements(is_adapter=True)
-
-
 @dataclass(frozen=True)
 class States:
     """Bytes of one rank that do not depend on how many tokens there are."""

@@ -24,10 +24,8 @@ def products(
 ) -> int:
     """Forward and backward through these stages. `compares`: under DPO, which needs all logits twice.
 
-    Raises ValueError where context ranks share rows: what one of them replays depends on where its tokens stand.
+    Of ranks that share rows, `setting.context_rank` says which.
     """
-    if setting.parallel.context > 1:
-        raise ValueError("what a context rank runs depends on which it is; set context to 1")
     total = 0
     for stage in own:
         reached = len(stage.layers)
@@ -115,11 +113,13 @@ class _Layer:
 
     def _on_cpu(self, heads: int) -> int:
         """`engine.scores`, going back: five products over the scores that a block of queries sees."""
-        rows, tokens, width = self.setting.micro_batch, self.setting.seq_len, self.shape.head_dim
-        block = max(CPU_QUERIES[0], min(CPU_QUERIES[1], CPU_SCORES // (rows * heads * tokens)))
-        seen = sum(
-            (min(start + block, tokens) - start) * min(start + block, tokens) for start in range(0, tokens, block)
-        )
+        rows, width = self.setting.micro_batch, self.shape.head_dim
+        seen = 0
+        for queries, keys in self.setting.runs(self.setting.context_rank or 0):
+            block = max(CPU_QUERIES[0], min(CPU_QUERIES[1], CPU_SCORES // (rows * heads * keys)))
+            for start in range(0, queries, block):
+                stop = min(start + block, queries)
+                seen += (stop - start) * (keys - queries + stop)
         # Two of them have two columns more, for what is taken off each row.
         return MULTIPLY_ADD * rows * heads * seen * (5 * width + 2 * 2)
 
@@ -130,9 +130,14 @@ class _Layer:
         core = "attention_core" in operations and self.learns_to_attend
         planned = cost(self.setting, operations).products - core * Layer(self.setting).core_products
         if core:
-            # The second product's factors are all that is asked for; a fused kernel has to finish.
-            planned += self.core_forward // 2 if self.shape.attention_dropout else self.core_forward
+            # The last product's factors are all that is asked for; a fused kernel has to finish.
+            planned += self.core_forward - (self._last_of_core() if self.shape.attention_dropout else 0)
         return planned
+
+    def _last_of_core(self) -> int:
+        """The second product of the last queries, where scores are made."""
+        queries, keys = self.setting.runs(self.setting.context_rank or 0)[-1]
+        return MULTIPLY_ADD * self.setting.micro_batch * queries * keys * self.queries
 
     def _behind_the_last(self) -> int:
         """Of a layer that is replayed, what follows the last tensor that is asked for."""

@@ -42,6 +42,8 @@ class Setting:
     """Rows may hold several documents, which do not see one another."""
     on_cuda: bool = False
     """Kernels are those of a CUDA device."""
+    context_rank: int | None = None
+    """Which of the ranks that share a row; None: the one with the most places in its scores."""
 
     @classmethod
     def of(cls, run: RunConfig, shape: ModelShape) -> Setting:
@@ -78,14 +80,19 @@ class Setting:
         return self.micro_batch * self._in_a_row(lambda queries, keys: keys)
 
     def _in_a_row(self, count: Callable[[int, int], int]) -> int:
-        """Sum of `count` over the runs of queries that a rank has of a row, on the context rank with the most."""
+        """Sum of `count` over the runs of queries that a rank has of a row."""
+        ranks = range(self.parallel.context) if self.context_rank is None else [self.context_rank]
+        return max(sum(count(*run) for run in self.runs(rank)) for rank in ranks)
+
+    def runs(self, rank: int) -> list[tuple[int, int]]:
+        """Queries that a context rank has side by side, and the keys that it gives them, of each run in a row."""
         context = self.parallel.context
         if context == 1:
-            return count(self.seq_len, self.seq_len)
+            return [(self.seq_len, self.seq_len)]
         # A rank has two chunks, one from either side of the row's middle; its keys begin where the window does.
         each, window = self.seq_len // (2 * context), self.shape.sliding_window or self.seq_len
         keys = [(chunk + 1) * each - max(0, chunk * each - window + 1) for chunk in range(2 * context)]
-        return max(count(each, keys[rank]) + count(each, keys[-1 - rank]) for rank in range(context))
+        return [(each, keys[rank]), (each, keys[-1 - rank])]
 
     @property
     def has_mask(self) -> bool:
@@ -140,13 +147,12 @@ def cost(setting: Setting, operations: Collection[Operation]) -> Cost:
         return Cost(layer.sizes["x"], layer.products, elementwise, sum(layer.sizes.values()))
     kept, replayed = _split(layer, operations)
     core = bool(layer.core_inputs) and "attention_core" in operations
-    products = sum(recipe.products for recipe in replayed.values()) + core * layer.core_products
     # What is read and written: inputs of what is repeated, and what is made.
     passing = {name for recipe in replayed.values() for name in recipe.inputs} | set(layer.core_inputs if core else ())
     passing |= {name for name, by in layer.made_by.items() if by in replayed} | ({"mixed"} if core else set())
     return Cost(
         saved=sum(layer.sizes[name] for name in kept),
-        products=products,
+        products=_repeated(layer, operations, replayed),
         elementwise=sum(recipe.elementwise for recipe in replayed.values()),
         traffic=sum(layer.sizes[name] for name in passing),
     )
@@ -202,8 +208,11 @@ def hardware_flops(
     replayed: Iterable[Collection[Operation]],
     lora: Lora | None = None,
     equation_8: bool = False,
+    of: Setting | None = None,
 ) -> int:
     """`model_flops` and the matrix products done again, where `replayed` says of each layer which operations are.
+
+    `of` is one micro-batch of the run, whose size and layout decide what a replay must make; None: it is all tokens.
 
     A replayed attention core costs two products, as the text of Korthikanti et al. 2022 (appendix A) says. With
     `equation_8` it costs six, a whole forward and backward pass, as their equation 8 prints and their table 5 shows.
@@ -212,11 +221,20 @@ def hardware_flops(
     """
     setting = Setting(shape, seq_len=tokens, micro_batch=1, element=1, lora=lora, attended=pairs)
     total = model_flops(shape, tokens=tokens, pairs=pairs, lora=lora)
+    layer, made_of = Layer(setting), Layer(of or setting)
     for some, layers in Counter(map(frozenset, replayed)).items():
-        total += layers * cost(setting, some).products
+        total += layers * _repeated(layer, some, _split(made_of, some)[1])
         if equation_8 and "attention_core" in some:
-            total += layers * 2 * Layer(setting).core_products
+            total += layers * 2 * layer.core_products
     return total
+
+
+def _repeated(layer: Layer, operations: Collection[Operation], recipes: Iterable[str]) -> int:
+    """FLOPs of the matrix products that are done once more, where these recipes are followed."""
+    if "layer" in operations:
+        return layer.products
+    core = bool(layer.core_inputs) and "attention_core" in operations
+    return sum(layer.recipes[name].products for name in recipes) + core * layer.core_products
 
 
 class Layer:

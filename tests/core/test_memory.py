@@ -9,6 +9,7 @@ import pytest
 from core.presets import PRESETS
 from engine.config import Lora, ModelShape, Parallel, Recompute
 from engine.plan import memory, passing, saved
+from engine.plan.holdings import holdings
 from engine.plan.recompute import Setting, cost
 from engine.plan.stages import Stage
 from tests import make
@@ -24,7 +25,7 @@ TINY = make.shape()
 )
 def test_parameters_are_counted_once_each(tied: bool, count: int) -> None:
     assert memory.parameters(make.shape(tie_embeddings=tied)) == count
-    assert memory.parameters_per_rank(make.shape(tie_embeddings=tied), tensor=1) == count
+    assert holdings(make.shape(tie_embeddings=tied), tensor=1).elements() == count
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_every_preset_is_a_shape_that_eight_ranks_can_share_where_heads_allow_it
 def test_a_tensor_rank_has_its_share_of_matrices_a_padded_vocabulary_and_every_norm() -> None:
     # 261 entries are padded to 262 for two ranks.
     shape = make.shape(vocab_size=261)
-    assert memory.parameters_per_rank(shape, tensor=2) == 2 * (LAYER // 2 + 32) + 16 + 131 * 16
+    assert holdings(shape, tensor=2).elements() == 2 * (LAYER // 2 + 32) + 16 + 131 * 16
 
 
 @pytest.mark.parametrize(
@@ -89,8 +90,8 @@ def test_biases_follow_the_outputs_of_a_rank_and_norms_are_whole(
 ) -> None:
     shape = make.shape(**fields)
     assert memory.parameters(shape) == memory.parameters(TINY) + 2 * (shared + whole)
-    two = memory.parameters_per_rank(TINY, tensor=2) + 2 * (shared // 2 + whole)
-    assert memory.parameters_per_rank(shape, tensor=2) == two
+    two = holdings(TINY, tensor=2).elements() + 2 * (shared // 2 + whole)
+    assert holdings(shape, tensor=2).elements() == two
 
 
 def test_adapters_are_counted_on_both_sides_of_each_matrix() -> None:
@@ -98,15 +99,15 @@ def test_adapters_are_counted_on_both_sides_of_each_matrix() -> None:
     # q: 16 in, 16 out; down: 32 in, 16 out; two layers.
     assert memory.adapter_parameters(TINY, lora) == 2 * 2 * ((16 + 16) + (32 + 16))
     # On two ranks q's outputs and down's inputs are shared out.
-    assert memory.adapter_parameters_per_rank(TINY, lora, tensor=2) == 2 * 2 * ((8 + 16) + (16 + 16))
+    assert holdings(TINY, lora, tensor=2).elements(is_adapter=True) == 2 * 2 * ((8 + 16) + (16 + 16))
 
 
 def test_a_rank_holds_a_whole_key_value_head_where_there_are_fewer_than_ranks() -> None:
     # Two heads of 4 for four ranks: a quarter of k's and v's 8 outputs would be 2, a head is 4.
     beyond = 2 * 2 * 16 * (4 - 2)
-    assert memory.parameters_per_rank(TINY, tensor=4) == (memory.parameters(TINY) - 5 * 16) // 4 + 5 * 16 + beyond
+    assert holdings(TINY, tensor=4).elements() == (memory.parameters(TINY) - 5 * 16) // 4 + 5 * 16 + beyond
     lora = Lora(rank=2, targets=("k",))
-    assert memory.adapter_parameters_per_rank(TINY, lora, tensor=4) == 2 * 2 * (16 + 4)
+    assert holdings(TINY, lora, tensor=4).elements(is_adapter=True) == 2 * 2 * (16 + 4)
 
 
 def held(
@@ -348,7 +349,7 @@ def test_a_stage_holds_its_own_weights_and_both_ends_a_tied_embedding() -> None:
     # The last rank also has the norm.
     needs = staged(4, pipeline=2, stages=(4, 4))
     assert needs.of("parameters") in (2 * (4 * layer + embedding), 2 * (4 * layer + embedding + 16))
-    inner = memory.parameters_per_rank(DEEP, tensor=1, stages=[Stage(range(4, 6), first=False, last=False)])
+    inner = holdings(DEEP, stages=[Stage(range(4, 6), first=False, last=False)]).elements()
     assert inner == 2 * layer
 
 

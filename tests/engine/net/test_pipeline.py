@@ -10,7 +10,7 @@ import torch
 from engine.config import Lora, Parallel
 from engine.mesh import Mesh
 from engine.model import Decoder, whole_shapes
-from engine.plan import memory
+from engine.plan.holdings import holdings
 from engine.plan.stages import chunks
 from tests.engine.net import nets, pipelines
 from tests.engine.net.pipelines import Case
@@ -133,4 +133,4 @@ def test_each_rank_holds_as_many_weights_as_the_plan_says(changes: dict[str, Any
     for rank in range(2):
         grid = Mesh(parallel, rank, torch.device("meta"))
         held = sum(parameter.numel() for parameter in Decoder(shape, grid).parameters())
-        assert held == memory.parameters_per_rank(shape, tensor=1, stages=chunks(shape, parallel, rank=rank))
+        assert held == holdings(shape, stages=chunks(shape, parallel, rank=rank)).elements()

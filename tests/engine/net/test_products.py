@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine import mesh
 from engine.config import Lora, Operation, Parallel
 from engine.plan.products import products
-from engine.plan.recompute import Setting
+from engine.plan.recompute import Setting, hardware_flops
 from engine.plan.stages import stages
 from tests.engine.net import nets
 from tests.worlds import World
@@ -49,7 +49,7 @@ def unlike_the_plan(
 ) -> dict[str, tuple[int, int]]:
     """What is counted and what is planned, wherever they differ."""
     shape = nets.shape(**changes)
-    setting = Setting(shape, 16, 2, dtype.itemsize, grid.parallel, by)
+    setting = Setting(shape, 16, 2, dtype.itemsize, grid.parallel, by, context_rank=grid.rank("context"))
     found = {}
     for operations in some:
         real = counted(grid, operations, by, dtype, **changes)
@@ -79,9 +79,11 @@ def test_in_bf16_the_counter_finds_the_products_of_our_own_core() -> None:
     assert unlike_the_plan(mesh.alone(nets.CPU), Lora(rank=4, targets=("k", "up")), torch.bfloat16) == {}
 
 
-def unlike_the_plan_on_two(parallel: Parallel, by: Lora | None, **changes: Any) -> dict[str, tuple[int, int]]:
+def unlike_the_plan_on_two(
+    parallel: Parallel, by: Lora | None, dtype: torch.dtype = torch.float32, **changes: Any
+) -> dict[str, tuple[int, int]]:
     grid = mesh.build(parallel)
-    found = unlike_the_plan(grid, by, torch.float32, FEW, **changes)
+    found = unlike_the_plan(grid, by, dtype, FEW, **changes)
     grid.close()
     return found
 
@@ -96,6 +98,41 @@ def test_the_counter_of_two_ranks_finds_what_the_plan_says(world2: World, parall
     assert run(num_kv_heads=1, vocab_size=97, attention_dropout=0.3) == [{}, {}]
 
 
-def test_what_context_ranks_run_is_not_told() -> None:
-    with pytest.raises(ValueError, match="set context to 1"):
-        products(Setting(nets.shape(), 16, 2, 2, Parallel(context=2)), [], frozenset())
+@pytest.mark.parametrize(
+    ("by", "dtype", "changes"),
+    [
+        pytest.param(None, torch.float32, {}, id="fused"),
+        pytest.param(Lora(rank=4), torch.float32, {"attention_dropout": 0.3}, id="whole scores, adapters"),
+        pytest.param(
+            None,
+            torch.float32,
+            {"architecture": "mistral", "attention_dropout": 0.3, "sliding_window": 5},
+            id="a window",
+        ),
+        pytest.param(None, torch.bfloat16, {}, id="our own core"),
+    ],
+)
+def test_the_counter_of_ranks_that_share_rows_finds_what_the_plan_says_of_each(
+    world2: World, by: Lora | None, dtype: torch.dtype, changes: dict[str, Any]
+) -> None:
+    assert world2.run(unlike_the_plan_on_two, Parallel(context=2), by, dtype, **changes) == [{}, {}]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_a_replay_counts_as_far_as_it_happens(micro_batch: int) -> None:
+    # Of several rows the core's products read copies of keys and values, and nothing asks for those again.
+    shape, grid = nets.shape(**GPT), mesh.alone(nets.CPU)
+    setting = Setting(shape, 16, micro_batch, 4)
+    tokens = 16 * micro_batch
+    more = []
+    for operations in (frozenset[Operation](), frozenset[Operation]({"qkv"})):
+        with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+            model = nets.decoder(shape, grid=grid, recompute=operations)
+            model.loss(nets.batch(rows=micro_batch)).loss_sum.backward()
+        planned = hardware_flops(
+            shape, tokens=tokens, pairs=tokens * 16, replayed=[operations] * shape.num_layers, of=setting
+        )
+        more.append((counter.get_total_flops(), planned))
+    (counted_none, planned_none), (counted_qkv, planned_qkv) = more
+    assert counted_qkv - counted_none == planned_qkv - planned_none
+    assert (planned_qkv > planned_none) == (micro_batch == 1)

@@ -20,7 +20,7 @@ from engine.fused import to_files
 from engine.model import whole_shapes
 from engine.naming import shapes_of
 from engine.optimizer import kind_of
-from engine.plan import memory
+from engine.plan.holdings import holdings
 from engine.sampling import Sampling, choose
 from tests.engine.net import nets, ranks
 from tests.engine.net.test_weights import assert_same_bits, exported, tensors
@@ -209,7 +209,7 @@ def test_gradients_are_bitwise_equal_whatever_is_recomputed(changes: dict[str, A
 def test_two_ranks_have_the_loss_and_every_gradient_of_one_and_the_weights_of_the_plan(
     world2: World, changes: dict[str, Any], sequence: bool
 ) -> None:
-    planned = memory.parameters_per_rank(nets.shape(**changes), tensor=2)
+    planned = holdings(nets.shape(**changes), tensor=2).elements()
     recompute = "full" if sequence else "none"
     for loss, gradient, held in world2.run(ranks.weights_against_one_rank, changes, sequence, recompute):
         assert loss <= 5e-7
