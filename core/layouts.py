@@ -54,7 +54,8 @@ def described(facts: ClusterFacts, *, ranks: int) -> Cluster | None:
     device = cluster.device
     flops = {precision: rate * share for precision, rate in device.flops.items()}
     # The memory is the host's, and what one slot reached of it was measured with nobody beside it.
-    return replace(cluster, device=replace(device, flops=flops))
+    host = device.host and device.host.times(share, most=device.bandwidth)
+    return replace(cluster, device=replace(device, flops=flops, host=host))
 
 
 def step_of(run: RunConfig, shape: ModelShape, *, packed: bool = False) -> Step:

@@ -65,6 +65,12 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
+    from engine.launch import ENVIRONMENT, environment
+
+    if not os.environ.keys() >= ENVIRONMENT.keys():
+        # As ranks run: what they ask of the allocator, it reads when a process starts.
+        threads = {} if arguments.threads is None else {"OMP_NUM_THREADS": str(arguments.threads)}
+        os.execve(sys.executable, sys.orig_argv, environment(os.environ) | threads)
     from engine import calibrate
 
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from math import log
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +25,55 @@ class Link:
     """Seconds that a message takes however short it is."""
 
 
+Curve = Sequence[Sequence[float]]
+"""(size, rate) at some sizes, smallest first."""
+
+
+def rate_at(curve: Curve, size: float) -> float:
+    """Between two sizes that were measured on a line of their logarithms in size; beyond them as at the last."""
+    place = bisect(curve, size, key=lambda point: point[0])
+    if place in (0, len(curve)):
+        return curve[max(0, place - 1)][1]
+    (less, slow), (more, fast) = curve[place - 1 : place + 1]
+    share = (log(size) - log(less)) / (log(more) - log(less))
+    return slow + share * (fast - slow)
+
+
+@dataclass(frozen=True)
+class Host:
+    """What makes cores differ from a GPU, which is measured at sizes of a training step. By precision."""
+
+    products: Mapping[str, Curve]
+    """FLOP/s of a matrix's three products, by the narrower of its sides."""
+    attention: Mapping[str, Curve]
+    """FLOP/s of attention cores, forward and backward, by the tokens of a row; masked places count."""
+    traffic: Mapping[str, float]
+    """Bytes a second that layers read and write between their products, most of them in caches."""
+    logits: Mapping[str, float]
+    """The same of the loss, a chunk of whose logits is in caches altogether."""
+    updates: float
+    """Bytes a second of the optimizer's step."""
+    ends: float
+    """Seconds that a micro-batch takes before and behind its layers, however small it is."""
+
+    def times(self, share: int, *, most: float) -> Host:
+        """Of so many slots' cores, where memory gives no more than `most` bytes a second."""
+
+        def faster(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+            return {name: [(size, share * rate) for size, rate in curve] for name, curve in curves.items()}
+
+        def wider(rates: Mapping[str, float]) -> dict[str, float]:
+            return {name: max(rate, min(share * rate, most)) for name, rate in rates.items()}
+
+        return replace(
+            self,
+            products=faster(self.products),
+            attention=faster(self.attention),
+            traffic=wider(self.traffic),
+            logits=wider(self.logits),
+        )
+
+
 @dataclass(frozen=True)
 class Device:
     """One slot: a GPU, or a share of a host's cores."""
@@ -40,6 +91,8 @@ class Device:
     """Seconds that an operation takes however small it is."""
     measured: bool = False
     """The numbers are those of this very device; else they are from a table."""
+    host: Host | None = None
+    """What is known besides of a share of a host's cores. Messages take those cores, so that nothing hides them."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +170,14 @@ def described(name: str, *, node_size: int = 8, between: Link | None = None) -> 
 
 def as_facts(device: Device, inside: Link) -> dict[str, Any]:
     """A device and the link to its neighbours, for a row or a file; `from_facts` reads it."""
-    return {**asdict(replace(device, flops={})), "flops": dict(device.flops), "inside": asdict(inside)}
+    plain = asdict(replace(device, flops={}, host=None))
+    host = device.host and {each.name: getattr(device.host, each.name) for each in fields(Host)}
+    return {**plain, "flops": dict(device.flops), "host": host, "inside": asdict(inside)}
 
 
 def from_facts(facts: Mapping[str, Any], *, memory_bytes: int | None, node_size: int) -> Cluster:
     """Nodes of the device that `as_facts` wrote down, with what is known of each slot's memory."""
     said = {each.name: facts[each.name] for each in fields(Device) if each.name in facts}
+    if said.get("host"):
+        said["host"] = Host(**said["host"])
     return Cluster(Device(**said | {"memory_bytes": memory_bytes}), node_size, Link(**facts["inside"]))

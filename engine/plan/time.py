@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from engine.config import Lora, ModelShape, Operation, Parallel
-from engine.plan.cluster import Cluster, Link
+from engine.plan.cluster import Cluster, Host, Link, rate_at
 from engine.plan.flops import MULTIPLY_ADD, layer_matrices
-from engine.plan.holdings import keys_per_rank
+from engine.plan.holdings import COLUMNS, keys_per_rank
+from engine.plan.passing import CHUNK_LOGITS
 from engine.plan.recompute import ELEMENTS, FP32, Layer, Setting, cost
 from engine.plan.stages import stages
 
@@ -28,6 +29,8 @@ LOGIT_TRAFFIC = 8 * FP32
 the same way and read by two products."""
 FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 40, 80
 """Operations of a layer, about: what each takes however small it is counts on small models only."""
+LOSS_MESSAGES = 3
+"""Sums over tensor ranks for each chunk of logits: the largest, the total, and the label's own."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,17 @@ class Timer:
             raise ValueError(f"the rate of {device.name} in {self.step.precision} is not known")
         return device.flops[self.step.precision] * device.efficiency
 
+    @property
+    def host(self) -> Host | None:
+        """What is known of cores, where ranks compute on those and the step's precision was measured."""
+        host = self.cluster.device.host
+        return host if host is not None and self.step.precision in host.traffic else None
+
+    @property
+    def traffic(self) -> float:
+        """Bytes a second between the products of layers."""
+        return self.cluster.device.bandwidth if self.host is None else self.host.traffic[self.step.precision]
+
     @cached_property
     def _paces(self) -> dict[tuple[int, bool, int, int, frozenset[Operation]], Pace]:
         return {}
@@ -199,20 +213,24 @@ class Timer:
     def _pace(self, layout: Layout) -> Pace:
         setting, step, device = self._setting(layout), self.step, self.cluster.device
         parallel = layout.parallel
-        products = Layer(setting).products
+        layer = Layer(setting)
+        products = layer.products
         back = 2 * products - self._frozen(setting)
+        seconds = self._multiplied(layer)
         kept = cost(setting, ())
         again = cost(setting, layout.replayed) if layout.replayed else kept
         dropped = max(0, kept.saved - again.saved)
-        forward, backward = products / self.rate, back / self.rate
+        forward, backward = seconds, seconds * back / products
         launches = (FORWARD_OPERATIONS + BACKWARD_OPERATIONS) * device.launch
-        elementwise = kept.saved * (FORWARD_TRAFFIC + BACKWARD_TRAFFIC) / device.bandwidth
+        elementwise = kept.saved * (FORWARD_TRAFFIC + BACKWARD_TRAFFIC) / self.traffic
         exchange = self._of_a_layer(setting)
         # Backward, what comes out of a matrix is exchanged while the gradient of its weights is made. Under sequence
         # parallelism what goes into the next one is gathered too, and nothing hides that.
-        hidden = backward / 2 if step.lora is None else 0.0
+        hidden = backward / 2 if step.lora is None and device.host is None else 0.0
         returning = max(0.0, exchange - hidden) + (exchange / 2 if parallel.sequence else 0.0)
-        replay = again.products / self.rate + FORWARD_TRAFFIC * dropped / device.bandwidth
+        replay = (
+            self._multiplied_again(layer, again.products, layout.replayed) + FORWARD_TRAFFIC * dropped / self.traffic
+        )
         if "layer" in layout.replayed:
             replay += exchange + FORWARD_OPERATIONS * device.launch
         return Pace(
@@ -223,6 +241,38 @@ class Timer:
             tensor=exchange + returning,
             context=self._keys(setting),
         )
+
+    def _multiplied(self, layer: Layer) -> float:
+        """Seconds of a layer's products, forward."""
+        if self.host is None:
+            return layer.products / self.rate
+        return (layer.products - layer.core_products) / self._of_matrices(layer.setting) + self._core(layer)
+
+    def _multiplied_again(self, layer: Layer, products: int, replayed: frozenset[Operation]) -> float:
+        """Seconds of `products` that are done once more."""
+        if self.host is None or not products:
+            return products / self.rate
+        cores = not replayed.isdisjoint({"attention_core", "layer"})
+        matrices = (products - cores * layer.core_products) / self._of_matrices(layer.setting)
+        return matrices + cores * self._core(layer)
+
+    def _core(self, layer: Layer) -> float:
+        """Seconds of an attention core on a host."""
+        assert self.host is not None
+        return layer.core_products / rate_at(self.host.attention[self.step.precision], self.step.seq_len)
+
+    def _of_matrices(self, setting: Setting) -> float:
+        """FLOP/s of a layer's matrices on a host, each of which goes by the narrower of its rank's sides."""
+        assert self.host is not None
+        shape, tensor = setting.shape, setting.parallel.tensor
+        seconds = weights = 0.0
+        for name, matrix in layer_matrices(shape).items():
+            shared = matrix.outputs if name in COLUMNS else matrix.inputs
+            whole = matrix.inputs if name in COLUMNS else matrix.outputs
+            part = max(shared // tensor, keys_per_rank(shape, tensor=tensor) if name in ("k", "v") else 1)
+            seconds += part * whole / rate_at(self.host.products[self.step.precision], min(part, whole))
+            weights += part * whole
+        return weights / seconds
 
     def _frozen(self, setting: Setting) -> float:
         """FLOPs of weights' gradients that a layer with frozen weights leaves out."""
@@ -252,13 +302,28 @@ class Timer:
         """Seconds of the output and the loss of one micro-batch."""
         setting, parallel = self._setting(layout), layout.parallel
         logits = setting.tokens * self.step.shape.vocab_size / parallel.tensor
-        return self._output_products(layout) + LOGIT_TRAFFIC * logits / self.cluster.device.bandwidth
+        rate = self.traffic if self.host is None else self.host.logits[self.step.precision]
+        return self._output_products(layout) + LOGIT_TRAFFIC * logits / rate + self._ends(setting, logits)
+
+    def _ends(self, setting: Setting, logits: float) -> float:
+        """Seconds that a host takes before and behind the layers of a micro-batch, however small: its tensor ranks look
+        up and add, gather what the output reads, and add up what the loss needs of all logits.
+        """
+        if self.host is None:
+            return 0.0
+        ranks, link = setting.parallel.tensor, self.cluster.link(setting.parallel.tensor)
+        size = setting.element * setting.tokens * setting.shape.hidden_size
+        chunks = -(-int(logits) // CHUNK_LOGITS)
+        lost = LOSS_MESSAGES * chunks * all_reduced(FP32 * setting.tokens / chunks, ranks, link)
+        return self.host.ends + 2 * all_reduced(size, ranks, link) + lost
 
     def _output_products(self, layout: Layout) -> float:
         setting = self._setting(layout)
         logits = setting.tokens * self.step.shape.vocab_size / layout.parallel.tensor
         times = 3 if self.step.lora is None else 2
-        return times * MULTIPLY_ADD * logits * self.step.shape.hidden_size / self.rate
+        width = self.step.shape.hidden_size
+        rate = self.rate if self.host is None else rate_at(self.host.products[self.step.precision], width)
+        return times * MULTIPLY_ADD * logits * width / rate
 
     def _loads(self, parallel: Parallel, output: float) -> tuple[float, float]:
         """Layers of the average rank and of the busiest, the output being worth `output` layers."""
@@ -307,12 +372,16 @@ class Timer:
         return shape.num_layers * sum(matrix.weights for matrix in each) + ends * shape.vocab_size * shape.hidden_size
 
     def _accumulation(self, layout: Layout, count: int) -> float:
-        return count * ACCUMULATION_TRAFFIC * self._trained(layout) / self.cluster.device.bandwidth
+        return count * ACCUMULATION_TRAFFIC * self._trained(layout) / self._updates
 
     def _optimizer(self, layout: Layout) -> float:
         parallel = layout.parallel
         shards = parallel.data * parallel.context if parallel.shard_optimizer else 1
-        return OPTIMIZER_TRAFFIC * self._trained(layout) / shards / self.cluster.device.bandwidth
+        return OPTIMIZER_TRAFFIC * self._trained(layout) / shards / self._updates
+
+    @property
+    def _updates(self) -> float:
+        return self.cluster.device.bandwidth if self.host is None else self.host.updates
 
     def _between_replicas(self, layout: Layout, count: int, pace: Pace) -> float:
         """Seconds of gradients on their way to be summed, and of weights on their way back."""

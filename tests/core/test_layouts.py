@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from core.resolve import ClusterFacts, resolve
 from core.spec import JobSpec
 from engine.config import ModelShape, Parallel, RunConfig
 from engine.plan import search, time
-from engine.plan.cluster import Cluster, Device, Link, as_facts, described
+from engine.plan.cluster import Cluster, Device, Host, Link, as_facts, described, from_facts, rate_at
 from engine.plan.recompute import Setting, cost
 from engine.plan.search import Found, Wishes
 from engine.plan.time import Layout, Step, Timer
@@ -130,6 +132,62 @@ def test_a_ring_moves_what_the_paper_says() -> None:
     slow = Cluster(Device("plain", {"fp32": 1e30}, bandwidth=1e30, efficiency=1.0), 2, link)
     terms = Timer(step, slow).terms(Layout(Parallel(tensor=2), 2))
     assert terms.tensor == pytest.approx(2 * 8 * 2 * 32 * 16 * (1 / 2) * 4 / 1e6)
+
+
+def host_of(**more: object) -> Host:
+    """Cores whose every rate is another power of ten."""
+    given: dict[str, Any] = {
+        "products": {"fp32": [(16, 1e7), (64, 1e9)]},
+        "attention": {"fp32": [(32, 1e6)]},
+        "traffic": {"fp32": 1e5},
+        "logits": {"fp32": 1e4},
+        "updates": 1e3,
+        "ends": 0.5,
+    }
+    return Host(**given | more)
+
+
+def test_rates_lie_between_those_that_were_measured() -> None:
+    curve = [(16, 100.0), (64, 300.0)]
+    # 32 is halfway between 16 and 64 on a line of powers of two.
+    assert [rate_at(curve, size) for size in (4, 16, 32, 64, 900)] == pytest.approx([100, 100, 200, 300, 300])
+
+
+def test_cores_go_by_rates_of_the_sizes_at_hand() -> None:
+    step = Step(make.shape(tie_embeddings=False), 32, 4, precision="fp32")
+    device = Device("cpu", {"fp32": 1e30}, bandwidth=1e30, efficiency=1.0, host=host_of())
+    terms = Timer(step, Cluster(device, 1, Link(1e9))).terms(Layout(Parallel(), 2))
+    # As above. Each matrix of 16 has no side below 16 but those of keys and values; a core has a rate of its own.
+    tokens = 4 * 32
+    assert terms.products == pytest.approx(6 * tokens * (2 * 2304 + 260 * 16) / 1e7 + 12 * 2 * tokens * 32 * 16 / 1e6)
+    saved = cost(Setting(step.shape, 32, 2, 4), ()).saved
+    trained = 2 * 2304 + 2 * 260 * 16
+    # Two micro-batches: five times what two layers keep, eight fp32 numbers a logit, half a second at the ends, and
+    # gradients that are read and written.
+    elementwise = 2 * (2 * 5 * saved / 1e5 + 32 * 2 * 32 * 260 / 1e4 + 0.5 + 8 * trained / 1e3)
+    assert terms.elementwise == pytest.approx(elementwise)
+    assert terms.optimizer == pytest.approx(48 * trained / 1e3)
+
+
+def test_nothing_hides_what_ranks_of_a_host_exchange() -> None:
+    step = Step(make.shape(), 32, 2, precision="fp32")
+    slow = host_of(products={"fp32": [(16, 1.0)]}, ends=0.0)
+    device = Device("cpu", {"fp32": 1.0}, bandwidth=1e30, efficiency=1.0, host=slow)
+    cores = Timer(step, Cluster(device, 2, Link(1e6))).terms(Layout(Parallel(tensor=2), 2))
+    alone = Timer(step, Cluster(replace(device, host=None), 2, Link(1e6))).terms(Layout(Parallel(tensor=2), 2))
+    # Narayanan et al. 2021, section 3.2, as above: half of it forward, and hidden going back where products take long.
+    assert cores.tensor == pytest.approx(2 * alone.tensor) == pytest.approx(2 * 8 * 2 * 32 * 16 * (1 / 2) * 4 / 1e6)
+
+
+def test_what_was_measured_of_a_host_outlives_a_row_of_the_database() -> None:
+    device = Device("cpu", {"fp32": 1e9}, bandwidth=1e9, measured=True, host=host_of())
+    facts = json.loads(json.dumps(as_facts(device, Link(1e9, 1e-4))))
+    read = from_facts(facts, memory_bytes=None, node_size=2)
+    assert read.device.host is not None
+    assert rate_at(read.device.host.products["fp32"], 16) == 1e7
+    assert as_facts(read.device, read.inside) == facts
+    # What an earlier version kept says nothing of these.
+    assert from_facts({**facts, "host": None}, memory_bytes=None, node_size=2).device.host is None
 
 
 # The search
