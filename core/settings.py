@@ -81,7 +81,7 @@ class Settings(BaseSettings):
     max_file_bytes: int = Field(512 * 1024**2, ge=1)
     """Largest upload, in bytes."""
     calibrate: bool = True
-    """Measure when a worker starts, in a process of about two seconds beside it, how fast this host is, for plans."""
+    """Measure when a worker first starts, which takes about four seconds, how fast this host is, for plans."""
     lease_seconds: float = Field(15.0, ge=1)
     """How long a silent supervisor keeps its job before another takes over, in seconds."""
     stop_grace_seconds: float = Field(30.0, ge=0)

@@ -1,7 +1,7 @@
 """How fast this host's slots really are: asked of the engine once, aside, and remembered beside the data.
 
-The engine measures, in a process of its own and while no job is here, which would halve what it finds for ever; what it
-found goes into the node's row, where plans find it.
+The engine measures, in a process of its own, before the host is offered or while no job is here, which would halve what
+it finds for ever. What it found goes into the node's row, where plans find it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -28,6 +29,8 @@ MOST_SECONDS = 120.0
 LOOK_SECONDS = 30.0
 """How often it is looked whether a host that is in use is free."""
 FILE = "calibration.json"
+FORM = 2
+"""Of what is measured: what an earlier version kept tells less."""
 
 
 class Calibration:
@@ -36,10 +39,16 @@ class Calibration:
     def __init__(self, settings: Settings, hardware: Hardware) -> None:
         self.cache = settings.data_dir / FILE
         self.hardware = hardware
-        self.of = [settings.node_name, hardware.device, hardware.num_slots, hardware.slot_memory_bytes, cores()]
+        slots = [hardware.device, hardware.num_slots, hardware.slot_memory_bytes]
+        self.of = [FORM, version("torch"), settings.node_name, *slots, cores()]
         """What the figures hold for."""
         self._process: subprocess.Popen[str] | None = None
         self._stopped = Event()
+
+    @property
+    def is_known(self) -> bool:
+        """Nothing need be measured."""
+        return self._kept() is not None
 
     def facts(self, is_free: Callable[[], bool]) -> dict[str, Any] | None:
         """What the engine finds a slot to do, or found when it was asked before; None: it failed, or was stopped.

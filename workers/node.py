@@ -41,6 +41,8 @@ FROZEN_LEASES = 2
 LOOK_SECONDS = 0.2
 """How often a draining node looks who is left."""
 CHILD_GRACE_SECONDS = 5.0
+OFFER_SECONDS = 15.0
+"""How long the first measurement may keep this host from being offered. A calm one has it done in about four."""
 DRAIN_MARGIN_SECONDS = 5.0
 """What supervisors get beyond the grace of their runs, to upload and to write the end."""
 
@@ -68,6 +70,9 @@ class Node:
         self._registered = False
         self._rates: dict[str, Any] | None = None
         """What was measured; None: nothing yet."""
+        self.measuring: Thread | None = None
+        self._offers_at = 0.0
+        """Until when it waits for the first measurement, on the monotonic clock, so that the first plan has a time."""
         self._beat_at = self._tidy_at = self._frozen_at = 0.0
         self._tidying: Thread | None = None
         self._frozen_since: dict[psutil.Process, float] = {}
@@ -80,10 +85,16 @@ class Node:
             for child in (self.worker, self.sampler):
                 if death := child.tend():
                     log.warning("child died", **asdict(death))
-            self.beat()
+            if self.may_be_offered:
+                self.beat()
             self.end_frozen()
             self.tidy()
         self.drain()
+
+    @property
+    def may_be_offered(self) -> bool:
+        """The first measurement is done, or takes too long."""
+        return monotonic() >= self._offers_at
 
     def beat(self) -> None:
         """Say that this host lives, and at first, or when nobody knows it any more, what it offers."""
@@ -117,16 +128,22 @@ class Node:
         )
 
     def calibrate(self) -> None:
-        """Measure, aside, how fast the slots are, so that plans can say how long a step takes."""
+        """Measure, aside, how fast the slots are, so that plans can say how long a step takes.
+
+        A host without jobs is offered once that is known.
+        """
         if not self.settings.calibrate:
             return
-        Thread(target=self.measure, name="calibrate", daemon=True).start()
+        if not self.calibration.is_known and self.is_free():
+            self._offers_at = monotonic() + OFFER_SECONDS
+        self.measuring = Thread(target=self.measure, name="calibrate", daemon=True)
+        self.measuring.start()
 
     def measure(self) -> None:
-        rates = self.calibration.facts(self.is_free)
+        self._rates = rates = self.calibration.facts(self.is_free)
+        self._offers_at = 0.0
         if rates is None:
             return
-        self._rates = rates
         try:
             with self.services.db.session() as session:
                 nodes.rate(session, self.name, rates)

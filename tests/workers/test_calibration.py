@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import timedelta
+from threading import Event
+from typing import Any
 
 import pytest
 
 from core import jobs, nodes
 from core.services import Services
-from engine.plan.cluster import from_facts
+from engine.plan.cluster import Device, Link, as_facts, from_facts
 from tests import make
 from workers import calibration as module
 from workers.calibration import FILE, Calibration
 from workers.hardware import Hardware, parse
+from workers.node import Node
+from workers.orders import Orders
 
 SLOTS = Hardware("cpu", 2, slot_memory_bytes=2**30)
 
@@ -30,6 +34,14 @@ def test_a_host_measures_once_and_plans_go_by_what_it_found(services: Services) 
     assert all(1e8 < rate < 1e15 for rate in device.flops.values())
     assert 1e7 < device.bandwidth < 1e13
     assert 1e-8 < device.launch < 1e-2
+    host = device.host
+    assert host is not None
+    for curves in (host.products, host.attention):
+        assert set(curves) == {"bf16", "fp32"}
+        assert all(1e7 < rate < 1e15 for curve in curves.values() for _, rate in curve)
+    assert all(1e7 < rate < 1e13 for rate in (*host.traffic.values(), *host.logits.values(), host.updates))
+    assert 1e5 < cluster.inside.bytes_per_second < 1e12
+    assert 1e-6 < cluster.inside.latency < 1.0
     kept = services.settings.data_dir / FILE
     said = json.loads(kept.read_text())
     kept.write_text(json.dumps(said | {"facts": said["facts"] | {"bandwidth": 1.0}}))
@@ -43,6 +55,36 @@ def test_a_host_measures_once_and_plans_go_by_what_it_found(services: Services) 
     with services.db.reading() as session:
         known = nodes.cluster(session).rates
     assert known == facts
+
+
+def test_a_host_is_offered_once_it_is_measured_so_that_the_first_plan_has_a_time(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measuring, answer = Event(), Event()
+    found = as_facts(Device("toy", {"fp32": 1e9}, bandwidth=1e9, measured=True), Link(1e9))
+
+    def measured(_: Calibration) -> dict[str, Any]:
+        measuring.set()
+        assert answer.wait(60)
+        return found
+
+    monkeypatch.setattr(Calibration, "_measured", measured)
+    node = Node(services, Orders())
+    node.calibrate()
+    assert measuring.wait(60)
+    assert not node.may_be_offered
+    answer.set()
+    assert node.measuring is not None
+    node.measuring.join(60)
+    assert node.may_be_offered
+    node.beat()
+    with services.db.reading() as session:
+        assert nodes.cluster(session).rates == found
+    # What is kept keeps no later start from being offered at once.
+    again = Node(services, Orders())
+    answer.clear()
+    again.calibrate()
+    assert again.may_be_offered
 
 
 def test_a_host_is_measured_while_no_job_is_there(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
