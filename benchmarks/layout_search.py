@@ -37,7 +37,7 @@ def main() -> None:
 def show(found: Found) -> None:
     for candidate in found.best:
         terms = ", ".join(f"{name} {seconds:.3g}" for name, seconds in candidate.terms.itemised().items() if seconds)
-        print(f"  {candidate.words}: {search.gib(candidate.memory.total)}; seconds: {terms}")  # noqa: T201
+        print(f"  {candidate.words}: {search.as_size(candidate.memory.total)}; seconds: {terms}")  # noqa: T201
     for loser in found.losers:
         print(f"  {loser.why} ({search.words(loser.layout)})")  # noqa: T201
 

@@ -38,7 +38,7 @@ from engine.data.format import Format
 from engine.plan import budget, memory, search
 from engine.plan.flops import model_flops
 from engine.plan.memory import Memory
-from engine.plan.recompute import ELEMENTS, FP32, OPERATIONS
+from engine.plan.recompute import ELEMENTS, FP32, OPERATIONS, Setting
 from engine.plan.time import Step
 
 if TYPE_CHECKING:
@@ -477,25 +477,43 @@ class _Choice:
 
     def laid_out(self, wished: Recompute | None) -> tuple[Parallel, int, int, Recompute]:
         """Ranks of each axis, rows of a step and of a pass, and what is replayed where nothing is `wished`."""
-        if searched := self._searched(wished):
-            return searched
-        parallel = self.parallel()
-        global_batch, micro_batch = self.batch(parallel)
+        if (searched := self._searched(wished)) is not None:
+            parallel, global_batch, micro_batch = searched
+        else:
+            parallel = self.parallel()
+            global_batch, micro_batch = self.batch(parallel)
         if wished is not None or self.cluster.slot_memory_bytes is None:
             return parallel, global_batch, micro_batch, self.recompute
-        count = global_batch // (micro_batch * parallel.data)
-        for level in search.levels(self.shape):
-            # Less than the usual where that fits as large a pass; more where not even the usual one fits.
-            recompute = search.as_recompute(level)
-            if self.replaying(recompute)._fits(parallel, micro_batch=micro_batch, micro_batches=count):
-                return parallel, global_batch, micro_batch, recompute
-        return parallel, global_batch, micro_batch, self.recompute
+        return parallel, global_batch, micro_batch, self._least(parallel, micro_batch, global_batch)
 
-    def _searched(self, wished: Recompute | None) -> tuple[Parallel, int, int, Recompute] | None:
+    def _least(self, parallel: Parallel, micro_batch: int, global_batch: int) -> Recompute:
+        """What costs least to replay of what fits; where nothing does, the usual, of which it is said what it lacks.
+
+        Less than the usual where that fits as large a pass; more where not even the usual one fits.
+        """
+        assert self.cluster.slot_memory_bytes is not None
+        count = global_batch // (micro_batch * parallel.data)
+        setting = Setting(
+            self.shape, self.seq_len, micro_batch, ELEMENTS[self.precision], parallel, self.lora,
+            packed=self.packed, on_cuda=self.cluster.device == "cuda",
+        )  # fmt: skip
+        options = [
+            Recompute(mode="none"),
+            *search.affordable(setting, count, self.cluster.slot_memory_bytes, compares=self.compares),
+            *map(search.as_recompute, search.levels(self.shape)[1:]),
+        ]
+        fits = (
+            recompute
+            for recompute in options
+            if self.replaying(recompute)._fits(parallel, micro_batch=micro_batch, micro_batches=count)
+        )
+        return next(fits, self.recompute)
+
+    def _searched(self, wished: Recompute | None) -> tuple[Parallel, int, int] | None:
         """The fastest layout that fits, where one is to be chosen and it is known how fast the nodes are."""
         resources, training = self.spec.resources, self.spec.training
         ranks, most = resources.gpus or 1, self.cluster.largest_node
-        if self.spec.parallel != "auto" or ranks == 1 or resources.nodes > 1 or (most is not None and ranks > most):
+        if self.spec.parallel != "auto" or resources.nodes > 1 or (most is not None and ranks > most):
             return None
         if wished is not None and wished.mode == "budget":
             return None
@@ -518,7 +536,7 @@ class _Choice:
                 "resources", f"no layout of {ranks} slots fits: {said}; use more slots, or a smaller batch or model"
             )
         best = found.best[0].layout
-        return best.parallel, global_batch, best.micro_batch, wished or search.as_recompute(best.replayed)
+        return best.parallel, global_batch, best.micro_batch
 
     def parallel(self) -> Parallel:
         resources = self.spec.resources
@@ -758,8 +776,9 @@ def _check_memory(needs: Memory, cluster: ClusterFacts) -> None:
     }
     _refuse(
         "resources",
-        f"each rank needs about {_gib(needs.total)}, {_gib(needs.of(needs.largest))} of it {needs.largest}; a"
-        f" slot has {_gib(cluster.slot_memory_bytes or 0)}, of which {memory.MARGIN:.0%} stay free:"
+        f"each rank needs about {search.as_size(needs.total)}, "
+        f"{search.as_size(needs.of(needs.largest))} of it {needs.largest}; "
+        f"a slot has {search.as_size(cluster.slot_memory_bytes or 0)}, of which {memory.MARGIN:.0%} stay free:"
         f" {advice[needs.largest]}",
     )
 
@@ -801,10 +820,6 @@ def _disk(parameters: int, adapters: int | None, run: RunConfig) -> dict[str, in
     # The oldest goes once the newest is whole.
     kept = run.training.keep_checkpoints + 1 + run.training.keep_best
     return {"checkpoint_bytes": checkpoint, "result_bytes": result, "disk_bytes": kept * checkpoint + result}
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
 
 
 # Refusing

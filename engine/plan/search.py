@@ -12,10 +12,10 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 
 from engine.config import ModelShape, Operation, Parallel, Recompute
-from engine.plan import memory
+from engine.plan import budget, memory
 from engine.plan.cluster import Cluster
 from engine.plan.memory import Memory
-from engine.plan.recompute import ELEMENTS, FP32
+from engine.plan.recompute import ELEMENTS, FP32, Setting
 from engine.plan.time import Layout, Step, Terms, Timer
 
 BEST = 5
@@ -115,6 +115,7 @@ class _Search:
         if not layouts:
             raise ValueError(self._nothing_is_valid())
         best, refused = self._best(layouts)
+        best = tuple(sorted(map(self._refined, best), key=lambda candidate: candidate.terms.total))
         losers = self._losers(layouts, best, refused) if explain or not best else ()
         return Found(best, losers, considered=len(layouts))
 
@@ -224,6 +225,23 @@ class _Search:
                 heappush(waiting, (self.timer.terms(more).total, number, level + 1))
         return tuple(best), refused
 
+    def _refined(self, candidate: Candidate) -> Candidate:
+        """The same layout with the cheapest set of operations replayed that fits, among all sets there are."""
+        layout, room = candidate.layout, self.cluster.device.memory_bytes
+        if room is None or not layout.replayed or self.wishes.recompute is not None:
+            return candidate
+        step, count = self.step, layout.micro_batches(self.step)
+        setting = Setting(
+            step.shape, step.seq_len, layout.micro_batch, ELEMENTS[step.precision], layout.parallel, step.lora,
+            packed=step.packed, on_cuda=not self.wishes.on_host,
+        )  # fmt: skip
+        for recompute in affordable(setting, count, room, compares=step.compares, by_stage=False):
+            cheaper = replace(layout, replayed=recompute.replayed)
+            terms = self.timer.terms(cheaper)
+            if terms.total < candidate.terms.total and self.refusal(cheaper) is None:
+                return Candidate(cheaper, terms, self.needs(cheaper))
+        return candidate
+
     def _ever_fits(self, layout: Layout) -> bool:
         """Whether it does with most replayed."""
         return self.refusal(replace(layout, replayed=self.levels[-1])) is None
@@ -256,8 +274,8 @@ class _Search:
         if needs.total <= room:
             return None
         who = f"stage {needs.stage}" if layout.parallel.pipeline > 1 else "a rank"
-        largest = f"{gib(needs.of(needs.largest))} of it {needs.largest}"
-        return f"refused: {who} needs {gib(needs.total)}, {largest}; {gib(room)} are free"
+        largest = f"{as_size(needs.of(needs.largest))} of it {needs.largest}"
+        return f"refused: {who} needs {as_size(needs.total)}, {largest}; {as_size(room)} are free"
 
     # Explaining
 
@@ -334,6 +352,28 @@ def levels(shape: ModelShape) -> Levels:
     return (frozenset(), *([core] if core else []), least, least | {"up_projection"}, frozenset({"layer"}))
 
 
+def affordable(
+    setting: Setting, micro_batches: int, device_bytes: int, *, compares: bool = False, by_stage: bool = True
+) -> Iterator[Recompute]:
+    """What costs least to replay, of sets that leave the rank which holds most within its device (or nothing).
+
+    Of a pipeline, where each stage may replay its own (`by_stage`), it is a budget, so that late ones replay less.
+    """
+    parallel = setting.parallel
+    room = memory.room_for_activations(
+        setting, micro_batches=micro_batches, device_bytes=device_bytes, compares=compares
+    )
+    ranks = range(parallel.pipeline)
+    waiting = [budget.waiting(setting.shape, parallel, rank=rank, micro_batches=micro_batches) for rank in ranks]
+    try:
+        operations = budget.cheapest(setting, layers=max(waiting), budget=room)
+    except ValueError:
+        return
+    if by_stage and parallel.pipeline > 1:
+        yield Recompute(mode="budget", budget_gib=room / budget.GIB)
+    yield as_recompute(operations)
+
+
 def cheap(shape: ModelShape) -> tuple[Operation, ...]:
     """What costs no matrix product, and the core only where it keeps whole scores."""
     operations: list[Operation] = ["norm", "activation"]
@@ -360,10 +400,10 @@ def divisors(number: int) -> list[int]:
     return small + [number // size for size in reversed(small) if size * size != number]
 
 
-def gib(size: float) -> str:
+def as_size(size: float) -> str:
     """Bytes as a person reads them."""
-    size /= 2**30
-    return f"{size:,.0f} GiB" if size >= 100 else f"{size:.3g} GiB"
+    unit, size = ("GiB", size / 2**30) if size >= 2**30 else ("MiB", size / 2**20)
+    return f"{size:,.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
 
 
 def _valid(parallel: Parallel, step: Step) -> bool:

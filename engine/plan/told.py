@@ -81,10 +81,10 @@ def words(told: dict[str, Any]) -> str:
     lines = [
         f"layout     {told['layout']}",
         f"weights    {told['trainable_parameters']:,} of {told['parameters']:,} trained; a checkpoint takes "
-        f"{search.gib(told['checkpoint_bytes'])}",
-        f"memory     {search.gib(told['bytes_per_rank']['total'])} a rank: "
-        + ", ".join(f"{name} {search.gib(size)}" for name, size in sorted(held.items(), key=lambda part: -part[1])),
-        "phases     " + ", ".join(f"{phase} {search.gib(size)}" for phase, size in told["bytes_by_phase"].items()),
+        f"{search.as_size(told['checkpoint_bytes'])}",
+        f"memory     {search.as_size(told['bytes_per_rank']['total'])} a rank: "
+        + ", ".join(f"{name} {search.as_size(size)}" for name, size in sorted(held.items(), key=lambda part: -part[1])),
+        "phases     " + ", ".join(f"{phase} {search.as_size(size)}" for phase, size in told["bytes_by_phase"].items()),
         f"compute    {told['flops_per_step']:.3g} FLOPs a step of {told['tokens_per_step']:,} tokens",
     ]
     if "seconds" not in told:

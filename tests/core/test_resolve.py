@@ -17,7 +17,10 @@ from core.files import FileFacts
 from core.resolve import BaseFacts, ClusterFacts, Resolution, resolve
 from core.spec import JobSpec
 from engine.config import RunConfig
+from engine.plan import budget, memory
 from engine.plan.cluster import Device, Link, as_facts
+from engine.plan.recompute import Setting, cost
+from engine.plan.search import as_recompute
 from tests import make
 
 
@@ -555,7 +558,7 @@ def test_what_cannot_run_is_refused_with_what_would(ask: dict[str, Any], changes
 
 def test_what_cannot_fit_is_refused_with_the_item_that_breaks_it() -> None:
     spec = {"kind": "pretrain", "model": {"preset": "llama-7b"}, "data": {"train": ["file-text"]}}
-    with pytest.raises(InvalidSpec, match=r"GiB of it optimizer; a slot has 24.0 GiB.*parallel.tensor"):
+    with pytest.raises(InvalidSpec, match=r"GiB of it optimizer; a slot has 24 GiB.*parallel.tensor"):
         resolved(spec, ClusterFacts(device="cuda", largest_node=1, slot_memory_bytes=24 * 2**30))
 
 
@@ -684,6 +687,57 @@ def test_a_plan_says_that_no_node_is_calibrated_yet() -> None:
     plan = resolved(SCRATCH).plan
     assert plan["calibration"].startswith("not calibrated yet")
     assert plan["step_seconds"] is plan["eta_seconds"] is None
+
+
+@pytest.mark.parametrize("rated", [False, True], ids=["nobody measured", "measured"])
+def test_auto_replays_the_cheapest_set_that_fits_and_whole_layers_only_where_nothing_else_does(rated: bool) -> None:
+    model = {"architecture": "gpt2", "num_layers": 4, "hidden_size": 64, "num_heads": 4, "max_seq_len": 128,
+             "hidden_dropout": 0.1, "attention_dropout": 0.1}  # fmt: skip
+    ask = SCRATCH | {"model": model}
+    setting = {"training": {"steps": 10, "global_batch": 8, "micro_batch": 8}}
+
+    def on(size: int) -> RunConfig:
+        facts = ClusterFacts(largest_node=4, slot_memory_bytes=size, rates=rates() if rated else None)
+        return resolved(ask, facts, **setting).run
+
+    whole = on(2**40)
+    assert whole.recompute.replayed == frozenset()
+    assert whole.model is not None
+    most = max(memory.of_run(whole, whole.model), key=lambda one: one.total).total
+    seen = set()
+    for percent in range(100, 20, -4):
+        size = int(most / 0.9 * percent / 100)
+        try:
+            run = on(size)
+        except InvalidSpec:
+            break
+        # Brute force: no set with fewer operations done again fits.
+        one = Setting.of(run, whole.model)
+        fitting = [
+            cost(one, some).flops
+            for some in budget.choices(one)
+            if memory.of_run(run.model_copy(update={"recompute": as_recompute(some)}), whole.model)[0].fits(size)
+        ]
+        assert cost(one, run.recompute.replayed).flops == min(fitting)
+        seen.add(run.recompute.replayed)
+    # Between nothing and whole layers there are several.
+    assert len(seen) > 4
+
+
+def test_of_a_pipeline_auto_lets_late_stages_replay_less() -> None:
+    spread = SCRATCH | {
+        "model": {"architecture": "llama", "num_layers": 8, "hidden_size": 64, "num_heads": 4, "max_seq_len": 128}
+    }
+    said = {"parallel": {"pipeline": 4}, "training": {"steps": 10, "global_batch": 8, "micro_batch": 1}}
+    whole = resolved(spread, ClusterFacts(largest_node=4, slot_memory_bytes=2**40), **said).run
+    assert whole.model is not None
+    most = max(memory.of_run(whole, whole.model), key=lambda one: one.total).total
+    tight = resolved(spread, ClusterFacts(largest_node=4, slot_memory_bytes=int(most / 0.9 * 0.95)), **said).run
+    by_rank = budget.replayed_by_rank(tight, whole.model)
+    setting = Setting.of(tight, whole.model)
+    work = [cost(setting, some).flops for some in by_rank]
+    assert work == sorted(work, reverse=True)
+    assert work[0] > work[-1]
 
 
 def test_auto_takes_the_fastest_layout_that_fits_where_it_is_known_how_fast_the_nodes_are() -> None:
