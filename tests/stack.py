@@ -12,18 +12,18 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from threading import Event
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import psutil
 from sqlalchemy import select
 
-from core import broker, files, jobs, keys, metrics, schema
+from core import broker, files, jobs, keys, metrics, projects, schema
 from core.keys import Account
 from core.models import Job, JobEvent, Slot
 from core.services import Services
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 ADMIN_KEY = "the-key-of-all-the-tests"
 LOOK_SECONDS = 0.05
-PATIENCE_SECONDS = 100.0
+PATIENCE_SECONDS = 200.0
 """For what takes a few seconds on an idle machine; tests may share theirs with much else."""
 PARTS = {"node": "workers.node", "upkeep": "workers.upkeep", "api": "api.server"}
 """Name of a part and the module that it is."""
@@ -65,7 +65,8 @@ class Stack:
     ) -> None:
         """`environ` is what each part has in its environment besides."""
         quick: dict[str, Any] = {"lease_seconds": 3.0, "stop_grace_seconds": 20.0, "cancel_grace_seconds": 1.0}
-        quick |= {"slots": 2, "calibrate": False}
+        # Ranks that give way to whatever else tests do would keep their tests waiting.
+        quick |= {"slots": 2, "calibrate": False, "nice": 0}
         self.settings = Settings(data_dir=data_dir, admin_key=ADMIN_KEY, node_name="host-a", **quick | settings)
         self.parts: dict[str, subprocess.Popen[bytes]] = {}
         self._names = parts
@@ -218,6 +219,11 @@ class Stack:
         with self.services.db.session() as session:
             jobs.retry(session, self.owner, job_id, settings=self.settings)
 
+    def allow_preemption(self, whose: Literal["never", "own", "any"]) -> None:
+        """Whose jobs of higher priority may stop those of our project."""
+        with self.services.db.session() as session:
+            projects.change(session, self.owner, self.owner.project_id, {"preemption": whose})
+
     def job(self, job_id: str) -> Job:
         with self.services.db.reading() as session:
             return session.scalars(select(Job).where(Job.id == job_id)).one()
@@ -326,6 +332,20 @@ class Stack:
         """The Celery worker of this stack and the children of its pool."""
         node = psutil.Process(self.parts["node"].pid)
         return [process for process in node.children(recursive=True) if "celery" in _command(process)]
+
+    @contextmanager
+    def writes_refused(self) -> Iterator[None]:
+        """The database answers, and takes nothing: it is read-only, or somebody else writes all the time."""
+        if self.postgresql is not None:
+            self.postgresql.set_read_only(True)
+            try:
+                yield
+            finally:
+                self.postgresql.set_read_only(False)
+            return
+        with closing(sqlite3.connect(self.settings.data_dir / "trainshed.db", timeout=PATIENCE_SECONDS)) as writer:
+            writer.execute("BEGIN IMMEDIATE")
+            yield
 
     def freeze(self, process: psutil.Process) -> bool:
         """Stop a process where it holds no lock; False if it went on because it held one.

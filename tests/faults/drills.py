@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import combinations
 from random import Random
+from typing import Literal
 
 from tests.faults import harm
 from tests.faults.harm import Harm, killed, terminated_twice
@@ -16,6 +18,14 @@ PERHAPS = (0, 1)
 SOME = (1, 3)
 """Each attempt that begins before there is room again."""
 
+Database = Literal["sqlite", "postgresql"]
+DATABASES: tuple[Database, ...] = ("sqlite", "postgresql")
+NO_SERVER: Mapping[Database, str] = {"sqlite": "it is a file, and there is no server of it to be harmed"}
+NOT_OURS: Mapping[Database, str] = {
+    "postgresql": "its disk is its server's, which has no room for all tests at once then; who writes is refused, as in"
+    " read-only-database"
+}
+
 
 @dataclass(frozen=True)
 class Drill:
@@ -25,8 +35,15 @@ class Drill:
     do: Harm
     attempts: tuple[int, int] = NONE
     """How often, at least and at most, the job begins again from a checkpoint for it."""
-    on: tuple[str, ...] = ("sqlite", "postgresql")
-    """The kinds of service that it can be done to."""
+    needs: Literal["plain", "disks", "clock", "s3"] = "plain"
+    """What is beneath the service that it is done to."""
+    not_on: Mapping[Database, str] = field(default_factory=dict)
+    """On which database it is not done, and why not: on all others it is."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the services that it is done to."""
+        return tuple(f"{self.needs}-{database}" for database in DATABASES if database not in self.not_on)
 
 
 def is_lost(job: Watched) -> bool:
@@ -57,6 +74,10 @@ DRILLS = {
         Drill("freeze-supervisor", harm.frozen_supervisor, ONE),
         Drill("thaw-rank", harm.thawed_rank),
         Drill("hang-rank", harm.hanging_rank, ONE),
+        Drill("pause", harm.paused, ONE),
+        Drill("drain-node", harm.drained_node, ONE),
+        Drill("preempt", harm.preempted, ONE),
+        Drill("kill-preempted-supervisor", harm.killed_while_making_way, ONE),
         Drill("cancel-deaf-rank", harm.cancelled_while_deaf, ONE),
         Drill("pause-deaf-rank", harm.paused_while_deaf, ONE),
         Drill("starve-rank", harm.starved_rank, ONE),
@@ -64,30 +85,30 @@ DRILLS = {
         Drill("terminate-launcher-twice", terminated_twice("launcher"), ONE),
         Drill("terminate-supervisor-twice", terminated_twice("supervisor"), ONE),
         Drill("terminate-node-twice", terminated_twice("node"), ONE),
-        Drill("cut-power", harm.power_cut, ONE, on=("sqlite",)),
-        Drill("kill-postgresql", killed("postgresql"), PERHAPS, on=("postgresql",)),
-        Drill("restart-postgresql", harm.restarted_database, PERHAPS, on=("postgresql",)),
-        Drill("read-only-postgresql", harm.read_only_database, ONE, on=("postgresql",)),
-        Drill("fill-runs", harm.filled("runs", is_lost), SOME, on=("disks",)),
-        Drill("fill-storage", harm.filled("storage", is_not_published), on=("disks",)),
-        Drill("fill-database", harm.filled("", has_no_ranks), SOME, on=("disks",)),
-        Drill("clock-forward", harm.set_clock(3600), on=("clock",)),
-        Drill("clock-back", harm.set_clock(-3600), on=("clock",)),
-        Drill("storage-refuses", harm.storage_is("refuse", 5), on=("s3",)),
-        Drill("storage-hangs", harm.storage_is("hang", 1), on=("s3",)),
+        Drill("cut-power", harm.power_cut, ONE),
+        Drill("kill-postgresql", killed("postgresql"), PERHAPS, not_on=NO_SERVER),
+        Drill("restart-postgresql", harm.restarted_database, PERHAPS, not_on=NO_SERVER),
+        Drill("read-only-database", harm.read_only_database, ONE),
+        Drill("fill-runs", harm.filled("runs", is_lost), SOME, needs="disks"),
+        Drill("fill-storage", harm.filled("storage", is_not_published), needs="disks"),
+        Drill("fill-database", harm.filled("", has_no_ranks, slowly=True), SOME, needs="disks", not_on=NOT_OURS),
+        Drill("clock-forward", harm.set_clock(3600), needs="clock"),
+        Drill("clock-back", harm.set_clock(-3600), needs="clock"),
+        Drill("storage-refuses", harm.storage_is("refuse", 5), needs="s3"),
+        Drill("storage-hangs", harm.storage_is("hang", 1), needs="s3"),
     )
 }
 
 SHORT = {
-    "sqlite": (
-        "kill-worker", "kill-api", "kill-valkey", "flush-valkey", "repeat-messages", "kill-upkeep", "kill-supervisor",
-        "kill-rank",
+    "plain-sqlite": (
+        "kill-worker", "kill-api", "kill-valkey", "flush-valkey", "repeat-messages", "kill-upkeep",
+        "freeze-supervisor", "kill-rank", "pause",
     ),
-    "postgresql": ("kill-postgresql", "restart-postgresql", "kill-node", "kill-launcher"),
+    "plain-postgresql": ("kill-postgresql", "restart-postgresql", "kill-node", "kill-supervisor", "drain-node"),
 }  # fmt: skip
 """What the job of each default run is put through, one after another: one job for each kind of database."""
 
-KILLS = tuple(name for name in DRILLS if name.startswith("kill-"))
+KILLS = tuple(name for name in DRILLS if name.startswith("kill-") and name != "kill-preempted-supervisor")
 
 
 def pairs(seed: int, count: int) -> list[tuple[str, str]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Event
 from typing import Literal
@@ -14,6 +14,7 @@ import psutil
 import pytest
 import redis
 
+from core.preemption import MAKES_WAY
 from core.states import JobState
 from tests.faults.watched import Watched
 from tests.stack import kill, lives
@@ -68,14 +69,11 @@ def restarted_database(job: Watched) -> None:
 
 
 def read_only_database(job: Watched) -> None:
-    """It answers, and takes nothing, until the lease is over for want of a renewal."""
-    expires_at = job.stack.job(job.id).lease_expires_at
-    job.stack.postgresql.set_read_only(True)
-    try:
-        job.stack.until(lambda: not job.stack.processes(job.id), "the ranks' own end, without a lease", seconds=20)
-    finally:
-        job.stack.postgresql.set_read_only(False)
-    assert expires_at is not None
+    """It answers, and takes nothing, until the ranks have ended for want of a renewal; then until the lease is over."""
+    stack = job.stack
+    with job.slowly(), stack.writes_refused():
+        stack.until(lambda: not stack.processes(job.id), "the ranks' own end, without a lease")
+        stack.until(lambda: job.lease_ends_in() < 0, "the end of the lease")
 
 
 def forgetful_broker(job: Watched) -> None:
@@ -138,6 +136,65 @@ def terminated_twice(name: str) -> Harm:
     return harm
 
 
+def paused(job: Watched) -> None:
+    """For a while, in which others may have its slots."""
+    job.stack.pause(job.id)
+    job.assert_at_rest(job.stack.until_state(job.id, JobState.PAUSED))
+    job.stack.resume(job.id)
+
+
+def drained_node(job: Watched) -> None:
+    """Its host goes down in an orderly way, and comes back."""
+    stack = job.stack
+    assert stack.stop("node") == 0
+    drained = stack.job(job.id)
+    assert (drained.state, drained.losses) == (JobState.QUEUED, 0)
+    # Without a host the service is not ready, and says so.
+    stack.assert_at_rest(job.id)
+    stack.start("node")
+
+
+def preempted(job: Watched) -> None:
+    """Its project lets a job of higher priority have its slots, which saves it and sends it back to the line."""
+    stack = job.stack
+    with larger_job(job) as larger:
+        stack.until(lambda: job.says(MAKES_WAY), "word of why")
+        stack.until(lambda: stack.held_slots(larger), "the larger job's slots")
+        waits = stack.job(job.id)
+        assert (waits.state, waits.losses) == (JobState.QUEUED, 0)
+        job.assert_at_rest(waits)
+        newest = job.newest_checkpoint()
+        assert newest is not None
+        assert newest.step == waits.last_step, "what it had done was saved"
+        stack.until_state(larger, JobState.SUCCEEDED)
+
+
+def killed_while_making_way(job: Watched) -> None:
+    """The same, and its supervisor dies before that is done."""
+    stack = job.stack
+    with larger_job(job) as larger:
+        stack.until(lambda: stack.job(job.id).makes_way, "the wish that it makes way")
+        kill(stack.supervisors(job.id))
+        stack.until(lambda: stack.held_slots(larger), "the larger job's slots")
+        job.assert_at_rest(stack.job(job.id))
+        stack.until_state(larger, JobState.SUCCEEDED)
+
+
+@contextmanager
+def larger_job(job: Watched) -> Iterator[str]:
+    """A job that needs one slot more than are free beside this one, and comes before it; its id."""
+    stack = job.stack
+    free = stack.settings.slots - len(stack.held_slots(job.id))
+    spec = stack.spec(steps=5, checkpoint_every=5, ranks=1)
+    spec |= {"priority": 5, "parallel": {"data": free + 1}}
+    spec["training"] |= {"global_batch": free + 1}
+    stack.allow_preemption("own")
+    try:
+        yield stack.create(spec)
+    finally:
+        stack.allow_preemption("never")
+
+
 def cancelled_while_deaf(job: Watched) -> None:
     """A rank hears nothing, and so not that it should end; the job is cancelled, and retried."""
     TARGETS["rank"](job)[0].suspend()
@@ -178,7 +235,10 @@ def starved_rank(job: Watched) -> None:
 
 
 def power_cut(job: Watched) -> None:
-    """Everything ends at once, and each file loses its second half, but those that the disk was made to keep."""
+    """Everything ends at once, and each file loses its second half, but those that the disk was made to keep.
+
+    A server of the database loses its processes; what it keeps on its disk is its own business.
+    """
     stack = job.stack
     parts = {name: stack.parts.pop(name) for name in list(stack.parts)}
     for part in parts.values():
@@ -190,20 +250,27 @@ def power_cut(job: Watched) -> None:
     for path in stack.settings.data_dir.rglob("*"):
         if path.is_file() and not path.is_relative_to(kept) and not path.name.startswith("trainshed.db"):
             os.truncate(path, path.stat().st_size // 2)
+    if stack.postgresql is not None:
+        stack.postgresql.stop(signal.SIGKILL)
+        stack.postgresql.start()
     # The last, as it is started again at once.
     kill(stack.brokers())
     for name in parts:
         stack.start(name)
 
 
-def filled(place: str, until: Callable[[Watched], object]) -> Harm:
-    """No byte more fits beneath `place` of the data directory, until what that does has shown itself."""
+def filled(place: str, until: Callable[[Watched], object], *, slowly: bool = False) -> Harm:
+    """No byte more fits beneath `place` of the data directory, until what that does has shown itself.
+
+    `slowly` for what takes so long that the job might be over.
+    """
 
     def harm(job: Watched) -> None:
         filler = job.stack.settings.data_dir / place / "filler"
         fill(filler)
         try:
-            job.stack.until(lambda: until(job), f"an effect of the full disk of {place or 'the database'}")
+            with job.slowly() if slowly else nullcontext():
+                job.stack.until(lambda: until(job), f"an effect of the full disk of {place or 'the database'}")
         finally:
             filler.unlink()
 
@@ -225,14 +292,19 @@ def set_clock(seconds: int) -> Harm:
         clock = job.stack.settings.data_dir / CLOCK
         clock.with_suffix(".new").write_text(f"{seconds:+d}")
         clock.with_suffix(".new").rename(clock)
-        # Each of them renews it once a fifth of a lease: it has been read by the new clock.
-        job.stack.until(lambda: abs(job.lease_ends_in() - seconds) < seconds_of_a_lease(job), "a renewal by that clock")
+        stack, lease = job.stack, job.stack.settings.lease_seconds
+        # What reads leases by a server's clock must not care; what is in a file reads them by the host's.
+        ahead = seconds if stack.postgresql is None else 0
+        until = (stack.job(job.id).lease_expires_at or 0) + ahead + lease / 2
+
+        def renewed() -> bool:
+            """More than once since, and by the clock that leases are read by."""
+            return (stack.job(job.id).lease_expires_at or 0) > until and abs(job.lease_ends_in() - ahead) < 2 * lease
+
+        with job.slowly():
+            stack.until(renewed, "renewals by that clock")
 
     return harm
-
-
-def seconds_of_a_lease(job: Watched) -> float:
-    return 2 * job.stack.settings.lease_seconds
 
 
 def storage_is(mode: Literal["refuse", "hang"], times: int) -> Harm:

@@ -10,45 +10,84 @@ import pytest
 
 from core.states import JobState
 from tests.faults import harm
-from tests.faults.drills import DRILLS, PERHAPS, SHORT, Drill, is_lost, pairs
-from tests.faults.watched import Watched
+from tests.faults.drills import DATABASES, DRILLS, PERHAPS, SHORT, Drill, is_lost, pairs
+from tests.faults.watched import Watched, result
 from tests.stack import ADMIN_KEY, TEXT, Stack
+
+pytestmark = pytest.mark.timeout(900)
+"""On a crowded host a start alone may take a minute, and some drills need four; what hangs is told by `Stack.until`."""
 
 EVERY = 10
 STEPS, FEW_STEPS = 200, 80
 """Enough of them that all drills of a job are over before it is; for one of them fewer do."""
 STALL_SECONDS = 15.0
+LETS_OTHERS_BE = {"plain-sqlite"}
+"""Where a default run harms nothing but its job, or what jobs don't need."""
+PLAIN, DISKS = ([f"{beneath}-{database}" for database in DATABASES] for beneath in ("plain", "disks"))
 MOST_STEPS_BETWEEN = 20
 """Of two kills that fall together."""
 
 
-def put_through(stack: Stack, drills: Sequence[Drill]) -> Watched:
-    """A job that has met all of these; it has not ended yet."""
+def put_through(stack: Stack, drills: Sequence[Drill], *, beside: bool = False) -> Watched:
+    """A job that has met all of these; it has not ended yet. `beside` it the same may run that is left alone."""
     steps = STEPS if len(drills) > 1 else FEW_STEPS
     job = Watched(stack, steps=steps, checkpoint_every=EVERY, stall_seconds=STALL_SECONDS)
     for drill in drills:
         job.meet(drill)
+        if beside:
+            # Now, as it would make the first start take twice as long.
+            job.let_another_be()
     return job
 
 
-@pytest.mark.parametrize("each_stack", list(SHORT), indirect=True)
-def test_nobody_can_tell_what_was_killed_while_a_job_ran(each_stack: Stack) -> None:
-    job = put_through(each_stack, [DRILLS[name] for name in SHORT[each_stack.kind]])
+@pytest.mark.parametrize("kind", list(SHORT))
+def test_nobody_can_tell_what_was_killed_while_a_job_ran(stack_on: Callable[[str], Stack], kind: str) -> None:
+    job = put_through(stack_on(kind), [DRILLS[name] for name in SHORT[kind]], beside=kind in LETS_OTHERS_BE)
     job.assert_whole()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), [(kind, drill.name) for drill in DRILLS.values() for kind in drill.on])
+@pytest.mark.parametrize(("kind", "name"), [(kind, drill.name) for drill in DRILLS.values() for kind in drill.kinds])
 def test_nobody_can_tell_from_a_job_what_was_done(stack_on: Callable[[str], Stack], kind: str, name: str) -> None:
     job = put_through(stack_on(kind), [DRILLS[name]])
     job.assert_whole()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_nobody_can_tell_from_a_job_that_two_things_fell_at_random(stack_on: Callable[[str], Stack], seed: int) -> None:
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_job_that_is_resumed_in_other_layouts_sees_the_same_samples_in_the_same_order(
+    stack_on: Callable[[str], Stack], kind: str
+) -> None:
+    stack = stack_on(kind)
+    job = Watched(stack, steps=FEW_STEPS, checkpoint_every=EVERY, ranks=1)
+    for attempt, layout in enumerate(({"tensor": 2}, {"data": 2}), start=1):
+        stack.until_step(job.id, attempt * EVERY, attempt=attempt)
+        stack.pause(job.id)
+        assert stack.until_state(job.id, JobState.PAUSED).last_step < FEW_STEPS
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        resumed = httpx.post(f"{stack.url}/v1/jobs/{job.id}/resume", headers=headers, json={"parallel": layout})
+        assert resumed.status_code == 200, resumed.text
+    ended = stack.until_state(job.id, JobState.SUCCEEDED)
+    assert (ended.attempt, ended.slots) == (3, 2)
+    stack.assert_each_step_once(job.id, FEW_STEPS)
+    job.assert_at_rest(ended)
+
+    losses = [loss for _, loss in result(stack, job.id).losses]
+    alone = [loss for _, loss in job.undisturbed().losses]
+    # Sums are made in another order, which docs/operations.md says is seen in the last digits.
+    assert losses == pytest.approx(alone, rel=1e-3)
+    # Another order of samples would be seen: a step's loss is nearly always nearest to that of the same step.
+    nearest = [min(range(FEW_STEPS), key=lambda step: abs(alone[step] - loss)) for loss in losses]
+    assert sum(step == place for place, step in enumerate(nearest)) > 0.9 * FEW_STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "seed"), [(f"plain-{DATABASES[seed % 2]}", seed) for seed in range(6)])
+def test_nobody_can_tell_from_a_job_that_two_things_fell_at_random(
+    stack_on: Callable[[str], Stack], kind: str, seed: int
+) -> None:
     chance = Random(seed)
-    stack = stack_on("postgresql" if seed % 2 else "sqlite")
+    stack = stack_on(kind)
     ((one, other),) = pairs(seed, 1)
     if stack.postgresql is None:
         one, other = (name.replace("postgresql", "supervisor") for name in (one, other))
@@ -67,8 +106,9 @@ def test_nobody_can_tell_from_a_job_that_two_things_fell_at_random(stack_on: Cal
 
 
 @pytest.mark.slow
-def test_a_result_that_finds_no_room_is_stored_once_there_is_some(stack_on: Callable[[str], Stack]) -> None:
-    stack = stack_on("disks")
+@pytest.mark.parametrize("kind", DISKS)
+def test_a_result_that_finds_no_room_is_stored_once_there_is_some(stack_on: Callable[[str], Stack], kind: str) -> None:
+    stack = stack_on(kind)
     job = put_through(stack, [])
     stack.until_step(job.id, FEW_STEPS // 2)
     harm.filled("storage", is_lost)(job)
@@ -78,8 +118,11 @@ def test_a_result_that_finds_no_room_is_stored_once_there_is_some(stack_on: Call
 
 
 @pytest.mark.slow
-def test_an_upload_that_finds_no_room_is_refused_and_leaves_nothing(stack_on: Callable[[str], Stack]) -> None:
-    stack = stack_on("disks")
+@pytest.mark.parametrize("kind", DISKS)
+def test_an_upload_that_finds_no_room_is_refused_and_leaves_nothing(
+    stack_on: Callable[[str], Stack], kind: str
+) -> None:
+    stack = stack_on(kind)
 
     def upload() -> httpx.Response:
         return httpx.post(
@@ -87,7 +130,7 @@ def test_an_upload_that_finds_no_room_is_refused_and_leaves_nothing(stack_on: Ca
             data={"purpose": "pretrain"}, files={"file": ("text.txt", TEXT.encode() * 100)}, timeout=60,
         )  # fmt: skip
 
-    for place in ("storage", ""):
+    for place in ("storage",) if stack.postgresql else ("storage", ""):
         filler = stack.settings.data_dir / place / "filler"
         harm.fill(filler)
         refused = upload()
@@ -97,8 +140,12 @@ def test_an_upload_that_finds_no_room_is_refused_and_leaves_nothing(stack_on: Ca
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("part", ["valkey", "upkeep", "node"])
-def test_a_job_that_is_submitted_while_something_is_down_runs_once_it_is_up(stack: Stack, part: str) -> None:
+def test_a_job_that_is_submitted_while_something_is_down_runs_once_it_is_up(
+    stack_on: Callable[[str], Stack], kind: str, part: str
+) -> None:
+    stack = stack_on(kind)
     if part == "valkey":
         for broker in stack.brokers():
             broker.kill()
@@ -113,10 +160,11 @@ def test_a_job_that_is_submitted_while_something_is_down_runs_once_it_is_up(stac
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain-postgresql"])
 def test_a_submit_while_the_database_is_down_is_answered_in_words_and_taken_once_it_is_up(
-    stack_on: Callable[[str], Stack],
+    stack_on: Callable[[str], Stack], kind: str
 ) -> None:
-    stack = stack_on("postgresql")
+    stack = stack_on(kind)
     assert stack.postgresql is not None
     spec = stack.spec(steps=20, checkpoint_every=EVERY, ranks=1)
 

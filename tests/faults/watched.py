@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import psutil
 from sqlalchemy import select
 
 from core import artifacts, checkpoints, metrics
-from core.models import Job, JobEvent
+from core.models import Checkpoint, Job, JobEvent
 from core.states import HELD, TERMINAL, JobState
 from tests.stack import ADMIN_KEY, Stack
 
@@ -23,8 +25,7 @@ if TYPE_CHECKING:
 
 RESTING = frozenset({JobState.CANCELLED, JobState.PAUSED, JobState.SUCCEEDED, JobState.FAILED})
 ON_ITS_WAY = frozenset({JobState.RUNNING, JobState.SUCCEEDED})
-ANSWER_SECONDS = 20.0
-"""How long an API that has just been started again may take to answer."""
+PAUSE_SECONDS = 2.0
 
 
 class Watched:
@@ -36,6 +37,8 @@ class Watched:
         self.id = stack.create(self.spec)
         self.saved = 0
         """The step of the newest checkpoint that a drill has met."""
+        self.beside: str | None = None
+        """The same job that is left alone, where one was begun."""
         # Not those of a drill before, whatever became of it.
         stack.looks = [self.look]
 
@@ -68,20 +71,40 @@ class Watched:
             lost = job.attempt - before.attempt
             assert lost <= most, f"{drill.name} has cost {lost} attempts"
             # On a fast host it may be at its end by now; where more drills are to come, the next one says that.
-            return job.state in ON_ITS_WAY and lost >= fewest and job.last_step > step
+            has_moved = job.last_step > step or job.state is JobState.SUCCEEDED
+            return job.state in ON_ITS_WAY and lost >= fewest and has_moved
 
         self.stack.until(went_on, f"a step after {drill.name}")
 
+    @contextmanager
+    def slowly(self) -> Iterator[None]:
+        """Let it take a few steps at a time, with pauses, as long as somebody waits on the stack.
+
+        On a fast host it would else be over before what is done to it, as to let a lease run out, has shown itself.
+        """
+        stack = self.stack
+        run_dir = stack.settings.runs / self.id / str(stack.job(self.id).attempt)
+        pace = Pace(stack.ranks(self.id)[-1], run_dir / "events.jsonl")
+        stack.looks.append(pace.look)
+        try:
+            yield
+        finally:
+            stack.looks.remove(pace.look)
+            pace.end()
+
     def newly_saved(self) -> Job | None:
         """The job, once the attempt that runs has published a checkpoint that no drill has met."""
-        with self.stack.services.db.reading() as session:
-            newest = checkpoints.latest(session, self.id)
-        job = self.stack.job(self.id)
+        newest, job = self.newest_checkpoint(), self.stack.job(self.id)
         assert job.state not in TERMINAL, f"it is {job.state} before it has met all drills: {job.error}"
         if newest is None or newest.attempt != job.attempt or newest.step <= self.saved:
             return None
         self.saved = newest.step
         return job
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """Where the next attempt would start."""
+        with self.stack.services.db.reading() as session:
+            return checkpoints.latest(session, self.id)
 
     def lease_ends_in(self) -> float:
         """Seconds from now, by a clock that nobody sets."""
@@ -99,10 +122,30 @@ class Watched:
         """The job has succeeded, and nobody can tell from it that anything was done."""
         job = self.stack.until_state(self.id, JobState.SUCCEEDED)
         self.stack.assert_each_step_once(self.id, self.steps)
-        assert result(self.stack, self.id) == undisturbed(self)
+        assert result(self.stack, self.id) == self.undisturbed()
         attempts = self.stack.attempts(self.id)
         assert all(one < another for one, another in pairwise(attempts)), f"attempts that wrote in turns: {attempts}"
         self.assert_at_rest(job)
+
+    def let_another_be(self) -> None:
+        """Run the same job with nothing done to it, beside this one, which harms it in nothing."""
+        if self.asked not in _undisturbed and self.beside is None:
+            self.beside = self.stack.create(self.spec)
+
+    def undisturbed(self) -> Result:
+        """What the same job leaves with nothing done to it, run once for all stacks."""
+        if self.asked not in _undisturbed:
+            self.let_another_be()
+            assert self.beside is not None
+            ended = self.stack.until_state(self.beside, JobState.SUCCEEDED)
+            assert ended.attempt == 1, "what should have been left alone was not"
+            _undisturbed[self.asked] = result(self.stack, self.beside)
+        return _undisturbed[self.asked]
+
+    @property
+    def asked(self) -> str:
+        """By which the same job is known."""
+        return json.dumps({**self.spec, "data": None}, sort_keys=True)
 
     def assert_at_rest(self, job: Job) -> None:
         """No process works for it, it holds no slot, and the API says of it what the row says."""
@@ -110,6 +153,28 @@ class Watched:
         self.stack.assert_at_rest(self.id)
         assert answered(self.stack, f"/v1/jobs/{self.id}")["state"] == job.state
         assert answered(self.stack, "/readyz")
+
+
+class Pace:
+    """Stops a rank where its run has told something, for a while that is too short for a stall."""
+
+    def __init__(self, rank: psutil.Process, told: Path) -> None:
+        self._rank, self._told = rank, told
+        self._size, self._since = 0, 0.0
+
+    def look(self) -> None:
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):
+            size = self._told.stat().st_size
+            if self._since and time.monotonic() > self._since + PAUSE_SECONDS:
+                self._size, self._since = size, 0.0
+                self._rank.resume()
+            elif not self._since and size > self._size:
+                self._since = time.monotonic()
+                self._rank.suspend()
+
+    def end(self) -> None:
+        with suppress(psutil.NoSuchProcess):
+            self._rank.resume()
 
 
 def working_on(folder: Path) -> dict[str, list[int]]:
@@ -148,17 +213,7 @@ class Result:
 
 
 _undisturbed: dict[str, Result] = {}
-
-
-def undisturbed(job: Watched) -> Result:
-    """That of the same job with nothing done to it, run once for all stacks."""
-    asked = json.dumps({**job.spec, "data": None}, sort_keys=True)
-    if asked not in _undisturbed:
-        job_id = job.stack.create(job.spec)
-        job.stack.until_state(job_id, JobState.SUCCEEDED)
-        assert job.stack.job(job_id).attempt == 1, "what should have been left alone was not"
-        _undisturbed[asked] = result(job.stack, job_id)
-    return _undisturbed[asked]
+"""By what was asked for."""
 
 
 def result(stack: Stack, job_id: str) -> Result:
@@ -179,4 +234,4 @@ def answered(stack: Stack, path: str) -> Any:
             return response if response.status_code == 200 else None
         return None
 
-    return stack.until(answer, f"an answer to {path}", seconds=ANSWER_SECONDS).json()
+    return stack.until(answer, f"an answer to {path}").json()
