@@ -7,13 +7,13 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 
 import psutil
 import pytest
-from sqlalchemy import create_engine, make_url, text
+from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.orm import Session
 
 from core import keys, schema
@@ -68,6 +68,7 @@ def postgresql() -> Iterator[Server]:
                     "SELECT pg_reload_conf()")  # fmt: skip
         yield Server(server, url, partial(_administer, url))
     finally:
+        _administrator(url).dispose()
         # At once: an orderly stop would first write down what is thrown away with the folder.
         process = psutil.Process(server.get_pid())
         process.send_signal(signal.SIGQUIT)
@@ -189,8 +190,12 @@ def _prepare(url: str) -> None:
 
 
 def _administer(url: str, *statements: str) -> None:
-    engine = create_engine(url, isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
+    with _administrator(url).connect() as connection:
         for statement in statements:
             connection.execute(text(statement))
-    engine.dispose()
+
+
+@cache
+def _administrator(url: str) -> Engine:
+    """Stays connected, as each test has a database of its own to make and to drop; drills end the server meanwhile."""
+    return create_engine(url, isolation_level="AUTOCOMMIT", pool_pre_ping=True)

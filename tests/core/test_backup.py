@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from core.settings import Settings
 from core.states import JobState
 from core.storage import Storage, open_storage
 from tests import make
+from tests.conftest import _administer
 
 
 @pytest.fixture
@@ -79,12 +80,9 @@ def elsewhere(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Sett
     """A service that has nothing yet."""
     url = None
     if kind == "postgresql":
-        new: Callable[[Path], str] = request.getfixturevalue("new_postgresql")
-        url = new(tmp_path)
-        schema.downgrade(url, "base")
-        from tests.conftest import _administer
-
-        _administer(url, "DROP TABLE alembic_version")
+        server: str = request.getfixturevalue("postgresql_server")
+        _administer(server, "DROP DATABASE IF EXISTS elsewhere WITH (FORCE)", "CREATE DATABASE elsewhere")
+        url = server.replace("/postgres?", "/elsewhere?", 1)
     return Settings(data_dir=tmp_path / "restored", database_url=url)
 
 

@@ -104,25 +104,27 @@ def test_a_row_of_every_table_at_every_revision_goes_all_the_way_up_and_down_as_
     written: dict[str, Rows] = {}
     for revision in REVISIONS:
         schema.upgrade(empty_url, revision)
-        assert_kept(empty_url, written, f"up to {revision}")
-        written[revision] = write_rows(empty_url, revision)
+        with tables(empty_url) as (connection, found):
+            assert_kept(connection, found, written, f"up to {revision}")
+            written[revision] = write_rows(connection, found, revision)
     # What a later revision alone has goes with it on the way down; what stays is the same.
     for revision in reversed(REVISIONS[:-1]):
         schema.downgrade(empty_url, revision)
         written = {each: rows for each, rows in written.items() if each <= revision}
-        assert_kept(empty_url, written, f"down to {revision}")
+        with tables(empty_url) as (connection, found):
+            assert_kept(connection, found, written, f"down to {revision}")
     schema.upgrade(empty_url)
-    assert_kept(empty_url, written, "and up again")
+    with tables(empty_url) as (connection, found):
+        assert_kept(connection, found, written, "and up again")
 
 
-def write_rows(url: str, revision: str) -> Rows:
+def write_rows(connection: Connection, found: MetaData, revision: str) -> Rows:
     """A row of every table that there is at this revision, each hanging on the others; what was written."""
-    with tables(url) as (connection, found):
-        rows: Rows = {}
-        for table in found.sorted_tables:
-            if table.name != "alembic_version":
-                rows[table.name] = {column.name: value_of(table, column, rows, revision) for column in table.columns}
-                connection.execute(table.insert().values(rows[table.name]))
+    rows: Rows = {}
+    for table in found.sorted_tables:
+        if table.name != "alembic_version":
+            rows[table.name] = {column.name: value_of(table, column, rows, revision) for column in table.columns}
+            connection.execute(table.insert().values(rows[table.name]))
     return rows
 
 
@@ -143,18 +145,18 @@ def value_of(table: Table, column: Column[Any], rows: Rows, revision: str) -> An
     return next(value for kind, value in by_kind if isinstance(column.type, kind))
 
 
-def assert_kept(url: str, written: dict[str, Rows], when: str) -> None:
-    with tables(url) as (connection, found):
+def assert_kept(connection: Connection, found: MetaData, written: dict[str, Rows], when: str) -> None:
+    for table in found.sorted_tables:
+        keys = [column.name for column in table.primary_key]
+        there = {tuple(row[key] for key in keys): row for row in connection.execute(select(table)).mappings()}
         for revision, rows in written.items():
-            for table in found.sorted_tables:
-                if (row := rows.get(table.name)) is None:
-                    continue
-                moved = {name: fill(row) for (of, name), fill in MOVED.items() if of == table.name}
-                expected = {name: value for name, value in (moved | row).items() if name in table.c}
-                query = select(table).where(*(column == expected[column.name] for column in table.primary_key))
-                there = connection.execute(query).mappings().one_or_none()
-                assert there is not None, f"{when}: the row of {table.name} from {revision} is gone"
-                assert {name: there[name] for name in expected} == expected, f"{when}: {table.name} from {revision}"
+            if (row := rows.get(table.name)) is None:
+                continue
+            moved = {name: fill(row) for (of, name), fill in MOVED.items() if of == table.name}
+            expected = {name: value for name, value in (moved | row).items() if name in table.c}
+            kept = there.get(tuple(expected[key] for key in keys))
+            assert kept is not None, f"{when}: the row of {table.name} from {revision} is gone"
+            assert {name: kept[name] for name in expected} == expected, f"{when}: {table.name} from {revision}"
 
 
 @contextmanager
