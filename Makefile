@@ -14,8 +14,8 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 # More for pip, such as --index-url for a CPU-only build of torch.
 PIP_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Two files of tests at a time: much of what they do is to wait, for processes to start and for jobs to end.
-WORKERS ?= 2
+# Three files of tests at a time, also on two cores: much of what they do is to wait, for leases and for jobs to end.
+WORKERS ?= 3
 # Two cores and up to two ranks: a thread each, or they fight over the cores. Files as they come: the longest are first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -30,9 +30,16 @@ ADMIN_KEY = "ts_tests_and_nothing_but_tests"
 _number = count(1)
 
 
+LONGEST = (
+    "tests/faults", "tests/ops/test_backup.py", "tests/api/test_serve.py", "tests/workers/test_supervisor.py",
+    "tests/engine/train",
+)  # fmt: skip
+"""What takes longest, most of it to wait: others can run beside it, and nobody is left alone with it at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The drills first: they take longest, and wait more than they compute, so that others can run beside them."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/faults"))
+    """The longest first, and all else as it came."""
+    items.sort(key=lambda item: [not item.nodeid.startswith(long) for long in LONGEST])
 
 
 @pytest.fixture(scope="session")
