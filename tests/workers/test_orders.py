@@ -12,7 +12,7 @@ import pytest
 from workers.orders import Orders, obey_signals
 from workers.outcome import Wish
 
-DEADLINE_SECONDS = 10
+DEADLINE_SECONDS = 20
 
 
 @pytest.fixture

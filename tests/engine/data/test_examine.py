@@ -94,7 +94,7 @@ def test_each_choice_is_shown_with_what_of_it_counts() -> None:
 
 @pytest.mark.parametrize(("form", "line"), [("chat", make.chat_line("q", "a")), ("text", {"text": "some words"})])
 def test_a_survey_without_end_says_how_far_it_came(form: str, line: object) -> None:
-    told = survey(Tokenizer.bytes(), repeat(make.jsonl([line] * 100)), Reading(form, 64), seconds=0.2)  # type: ignore[arg-type]
+    told = survey(Tokenizer.bytes(), repeat(make.jsonl([line] * 100)), Reading(form, 64), seconds=0.5)  # type: ignore[arg-type]
 
     assert told["complete"] is False
     assert told["examined"] == told["kept"] > 0
