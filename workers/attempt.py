@@ -47,6 +47,7 @@ from workers.lease import SILENCE, Lease
 from workers.orders import Orders
 from workers.outcome import WISHED, Action, Outcome, Progress, Wish, decide, from_outside
 from workers.publisher import Publisher, Saved
+from workers.rest import Rest
 
 log = structlog.get_logger(__name__)
 
@@ -54,14 +55,12 @@ T = TypeVar("T")
 
 LOOK_SECONDS = 0.1
 """How often the gang and its growing files are looked at."""
-PAUSE_PER_WRITE = 4.0
-"""Times as long as the last write took, nothing is written: what comes meanwhile is written together.
+REST_PER_WRITE, LONGEST_REST = 4.0, 2.0
+"""Times as long as the last write took, and seconds at most, nothing is written: what comes meanwhile goes together.
 
 Runs of one database leave it to one another so, and to who submits. Twenty of them that wrote whenever they could kept
 SQLite locked until leases ran out.
 """
-LONGEST_PAUSE = 2.0
-"""Seconds after which events are written all the same."""
 LINGER = timedelta(seconds=10)
 """How long a gang may take to end after its last event, or a killed one to disappear."""
 KEEP_LOGS_SECONDS = 60.0
@@ -215,14 +214,14 @@ class Attempt:
         follower = Follower(self.run_dir / "events.jsonl")
         unrecorded: list[Event] = []
         told: Wish | None = None
+        rest = Rest(times=REST_PER_WRITE, most_seconds=LONGEST_REST)
         time_is_up, lingers_until = monotonic() + (self.job.max_runtime or inf), inf
         while True:
             # In this order, so that what it wrote last is read.
             status = self.launcher.poll(handle)
             news = [*follower.read(), *drained(self.asides)]
-            began = monotonic()
-            unrecorded = self.record([*unrecorded, *news])
-            pause = min(max(LOOK_SECONDS, PAUSE_PER_WRITE * (monotonic() - began)), LONGEST_PAUSE)
+            with rest.after():
+                unrecorded = self.record([*unrecorded, *news])
             if status.ended and not news and (not unrecorded or self.orders.wish is Wish.LOST):
                 return status
             if monotonic() >= time_is_up:
@@ -233,8 +232,11 @@ class Attempt:
             if monotonic() >= lingers_until:
                 self.end(handle, timedelta(0))
             self.tell_of_undead()
-            if told is not None or status.ended:
-                pause = 0 if news and not unrecorded else LOOK_SECONDS
+            pause = LOOK_SECONDS
+            if status.ended and not unrecorded:
+                pause = 0
+            elif told is None:
+                pause = max(pause, rest.seconds_left)
             wish = self.orders.wait(pause)
             if wish is not None and wish is not told:
                 told = wish

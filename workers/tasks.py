@@ -13,17 +13,25 @@ from core import jobs, scheduler
 from core.queue import RUN_JOB, TICK
 from core.settings import Settings
 from workers.app import app, services
+from workers.rest import Rest
 from workers.tidy import starting
 
 log = structlog.get_logger(__name__)
 
+REST = Rest(times=4.0, unless_seconds=0.025, most_seconds=2.0)
+"""Of a worker's process between two looks that messages set off.
+
+While many submit to a long line, looks that follow one another would keep them from writing. Upkeep looks every second.
+"""
 SUPERVISOR = (sys.executable, "-m", "workers.supervisor")
 
 
 @app.task(name=TICK)  # type: ignore[untyped-decorator]
 def tick() -> None:
-    """Place what can be placed."""
-    with services().db.session() as session:
+    """Place what can be placed; later, where that took long a moment ago."""
+    if REST.seconds_left:
+        return
+    with REST.after(), services().db.session() as session:
         scheduler.tick(session, half_life=services().settings.fair_share_half_life)
 
 
