@@ -112,10 +112,11 @@ class Service:
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.data_dir = folder / "shed"
         foreign = ("TRAINSHED_", "DATABASE_URL", "REDIS_URL", "STORAGE_URL")
+        # Ten ranks a core, each nice by 10, would still take two thirds of what an API has a use for.
         settings = {
             "TRAINSHED_ADMIN_KEY": KEY, "TRAINSHED_SLOTS": str(plan.jobs), "TRAINSHED_REQUESTS_PER_MINUTE": "0",
-            "TRAINSHED_LOG_LEVEL": "WARNING", "TRAINSHED_LEASE_SECONDS": "60", "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1", "TRAINSHED_STARTS_AT_ONCE": str(plan.starts_at_once or ""),
+            "TRAINSHED_NICE": "19", "TRAINSHED_LOG_LEVEL": "WARNING", "TRAINSHED_LEASE_SECONDS": "60",
+            "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TRAINSHED_STARTS_AT_ONCE": str(plan.starts_at_once or ""),
         }  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "-m", "api.cli", "serve", "--data-dir", str(self.data_dir), "--port", "0"],
