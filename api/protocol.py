@@ -23,8 +23,13 @@ NOT_HTTP = (
 HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 60.0
 """How long a connection may take until the head of its first request is there, or of a later one that it has begun."""
+BODY_SECONDS = 60.0
+"""How long nothing may come of a body that is awaited."""
 TOO_LARGE = f"URL and headers of a request may have {HEAD_BYTES} bytes; what is longer belongs into the body."
-TOO_SLOW = f"URL and headers of a request must be there within {HEAD_SECONDS:.0f} seconds."
+TOO_SLOW = (
+    f"Nothing came for too long: URL and headers of a request must be there within {HEAD_SECONDS:.0f} seconds, and some"
+    f" of its body every {BODY_SECONDS:.0f}."
+)
 
 
 def request_id() -> str:
@@ -48,14 +53,14 @@ class Protocol(HttpToolsProtocol):
         self._unread_bytes = 0
         """Since the last thing was there whole: nothing is known of them."""
         self._deadline: asyncio.TimerHandle | None = None
-        """When the head must be there; None while none is awaited."""
+        """When the head must be there, or more of the body; None while none is awaited."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._wait(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_came()
+        self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -65,8 +70,11 @@ class Protocol(HttpToolsProtocol):
             return
         if self._unread_bytes > HEAD_BYTES:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, TOO_LARGE)
-        elif self._is_head and (self.cycle is None or self.cycle.response_complete):
-            self._await_head()
+        elif not self._is_head:
+            self._stop_waiting()
+            self._wait(BODY_SECONDS)
+        elif self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+            self._wait(HEAD_SECONDS)
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
@@ -83,7 +91,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_head = False
-        self._head_came()
+        self._stop_waiting()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -92,6 +100,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_head, self._unread_bytes = True, 0
+        self._stop_waiting()
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -109,17 +118,22 @@ class Protocol(HttpToolsProtocol):
         if self._head_bytes > HEAD_BYTES:
             raise HeadTooLarge
 
-    def _await_head(self) -> None:
-        if self._deadline is None:
-            self._deadline = self.loop.call_later(HEAD_SECONDS, self._too_slow)
+    def _wait(self, seconds: float) -> None:
+        self._deadline = self.loop.call_later(seconds, self._too_slow)
 
-    def _head_came(self) -> None:
+    def _stop_waiting(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def _too_slow(self) -> None:
-        self._refuse(HTTPStatus.REQUEST_TIMEOUT, TOO_SLOW)
+        if self.flow.read_paused:
+            # It is us who read nothing.
+            self._wait(BODY_SECONDS)
+        elif not self._is_head and self.cycle.response_started:
+            self.transport.close()
+        else:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, TOO_SLOW)
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
         """Say it, and listen to nothing more."""

@@ -92,6 +92,20 @@ def test_a_head_that_does_not_come_is_not_waited_for(live, key, monkeypatch):
             assert connection.recv(1) == b""
 
 
+def test_a_body_that_does_not_go_on_is_not_waited_for_and_one_that_was_refused_is_let_go(live, key, monkeypatch):
+    form = {"content_type": "multipart/form-data; boundary=b", "content_length": "1000"}
+    with connected(live) as slow, connected(live) as refused:
+        refused.sendall(begun("nobody's", "POST /v1/files", **form) + b"\r\n--b\r\n")
+        assert answered(refused, "POST")[0].status == 401
+        monkeypatch.setattr(protocol, "BODY_SECONDS", 0.05)
+        slow.sendall(begun(key, "POST /v1/files", **form) + b"\r\n--b\r\n")
+        answer, body = answered(slow, "POST")
+        assert answer.status == 408
+        assert json.loads(body)["error"]["code"] == "request_timeout"
+        refused.sendall(b"a")
+        assert (slow.recv(1), refused.recv(1)) == (b"", b"")
+
+
 def test_what_comes_after_a_chunked_body_is_no_header(live, key, http):
     body = json.dumps(driving.spec(driving.upload(http)["id"])).encode()
     chunks = b"\r\n%x\r\n%s\r\n0\r\n" % (len(body), body)
