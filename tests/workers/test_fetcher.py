@@ -219,21 +219,6 @@ def test_who_is_told_to_end_leaves_it_to_the_next_at_once(asking: Services, fake
     assert row(asking, key).status == "ready"
 
 
-def test_who_lost_its_hold_says_nothing_more(asking: Services, owner: Account) -> None:
-    key = begin(asking, owner)
-    with asking.db.session() as session:
-        late = downloads.take(session)
-    assert late is not None
-    due(asking, key)
-    with asking.db.session() as session:
-        assert downloads.take(session) is not None
-    with asking.db.session() as session:
-        assert not downloads.beat(session, late, 1)
-        assert not downloads.arrived(session, late)
-        assert not downloads.failed(session, late, "x", for_good=True)
-    assert row(asking, key).status == "downloading"
-
-
 def test_a_base_that_was_deleted_meanwhile_leaves_nothing(asking: Services, owner: Account) -> None:
     models = asking.settings.models
     key = begin(asking, owner)
