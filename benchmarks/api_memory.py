@@ -1,7 +1,8 @@
-"""Resident memory while jobs and metric points come in: `python -m benchmarks.api_memory`.
+"""Memory of processes while jobs and metric points come in: `python -m benchmarks.api_memory`.
 
 Jobs are submitted to a server of its own, as it is served. Points are recorded as a supervisor does, events of steps in
-batches under a claim, in a process of its own too; and the server is asked for the curves meanwhile.
+batches under a claim, in a process of its own too; and the server is asked for the curves meanwhile. It ends with 1
+where memory is not flat: where it grew by more than `MOST_MIB` in the last half.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ REQUESTS = 100
 STEPS = 256
 """In a batch of events."""
 LEASE = timedelta(days=1)
+MOST_MIB = 4.0
+"""What a process may grow by in the last half, by a line through what was seen there, and count as flat."""
 
 
 @dataclass
@@ -44,44 +47,43 @@ class Growth:
     """How large a process was after how many things."""
 
     what: str
-    per: int
-    """Things that its growth is told for."""
     after: list[int] = field(default_factory=list)
     mib: list[float] = field(default_factory=list)
 
     def look(self, count: int, process: psutil.Process) -> None:
+        memory = process.memory_info()
         self.after.append(count)
-        self.mib.append(process.memory_info().rss / 2**20)
+        # Without pages of files, which the kernel takes and gives back as others on the machine need memory.
+        self.mib.append((memory.rss - memory.shared) / 2**20)
 
-    def rate(self) -> float:
-        """MiB for each `per` things in the last half, by a line through what was seen there."""
+    def last_half(self) -> float:
+        """MiB that it grew by, by a line through what was seen there."""
         half = len(self.after) // 2
-        return self.per * linear_regression(self.after[half:], self.mib[half:]).slope
+        after = self.after[half:]
+        return linear_regression(after, self.mib[half:]).slope * (after[-1] - after[0])
 
     def row(self) -> str:
-        last = self.mib[len(self.mib) // 2 :]
-        return (
-            f"| {self.what} | {self.after[-1]:,} | {self.mib[0]:.0f} | {self.mib[len(self.mib) // 2]:.0f} "
-            f"| {self.mib[-1]:.0f} | {min(last):.1f} to {max(last):.1f} | {self.rate():+.2f} for {self.per:,} |"
-        )
+        steps = len(self.mib) - 1
+        seen = " | ".join(f"{self.mib[steps * quarter // 4]:.0f}" for quarter in range(5))
+        return f"| {self.what} | {self.after[-1]:,} | {seen} | {self.last_half():+.1f} |"
 
 
 HEAD = (
-    "| what | how many | MiB at first | half way | at the end | in the last half | growth there, MiB |\n"
-    "|---|---|---|---|---|---|---|"
+    "| what | how many | MiB at first | at a quarter | half way | three quarters | at the end | last half, a line |\n"
+    "|---|---|---|---|---|---|---|---|"
 )
 
 
 def submitted(us: Side, count: int) -> Growth:
     """The server, while so many jobs are made, and read, one by one and as a page."""
     assert us.process is not None
-    growth = Growth("server, by jobs", per=1_000)
+    growth = Growth("server, by jobs")
     growth.look(0, us.process)
     for done in range(0, count, REQUESTS):
         us.turn("create", min(REQUESTS, count - done))
         us.turn("read", REQUESTS)
         us.get("/v1/jobs?limit=100")
-        if (done // REQUESTS) % max(1, count // REQUESTS // LOOKS) == 0 or done + REQUESTS >= count:
+        if (done // REQUESTS + 1) % max(1, count // REQUESTS // LOOKS) == 0 or done + REQUESTS >= count:
             growth.look(min(count, done + REQUESTS), us.process)
     return growth
 
@@ -89,7 +91,7 @@ def submitted(us: Side, count: int) -> Growth:
 def recorded(us: Side, settings: Settings, count: int) -> tuple[Growth, Growth]:
     """The recorder and the server, while so many points are recorded, and curves of them asked for."""
     assert us.process is not None
-    recorder, server = Growth("recorder, by points", per=1_000_000), Growth("server, by points", per=1_000_000)
+    recorder, server = Growth("recorder, by points"), Growth("server, by points")
     command = (sys.executable, "-m", "benchmarks.api_memory", "--record", str(count))
     environment = os.environ | settings.environment()
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
@@ -124,7 +126,7 @@ def record(settings: Settings, count: int) -> Iterator[tuple[str, int]]:
             batch = [step(each) for each in range(first, min(first + STEPS, steps + 1))]
             with services.db.session() as session:
                 jobs.record(session, job.id, fence=job.attempt, events=batch)
-            if number % part == 0:
+            if number % part == 0 or batch[-1].step == steps:
                 yield job.id, batch[-1].step * len(STEP_METRICS)
 
 
@@ -159,6 +161,8 @@ def main() -> None:
     measured = {growth.what: {"after": growth.after, "mib": growth.mib} for growth in seen}
     asked.out.write_text(json.dumps({"machine": machine()} | measured, indent=1) + "\n")
     print(HEAD, *(growth.row() for growth in seen), sep="\n")  # noqa: T201
+    if any(growth.last_half() > MOST_MIB for growth in seen):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
