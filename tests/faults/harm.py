@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -295,7 +296,7 @@ def set_clock(seconds: int) -> Harm:
         stack, lease = job.stack, job.stack.settings.lease_seconds
         # What reads leases by a server's clock must not care; what is in a file reads them by the host's.
         ahead = seconds if stack.postgresql is None else 0
-        until = (stack.job(job.id).lease_expires_at or 0) + ahead + lease / 2
+        until = time.time() + ahead + 1.5 * lease
 
         def renewed() -> bool:
             """More than once since, and by the clock that leases are read by."""
