@@ -394,12 +394,15 @@ def report(plan: Plan, found: Found) -> str:
     """In Markdown."""
     cuts, delays = hundredths(found.latencies), hundredths(found.delays)
     peak = max((sample.get("api MiB", 0.0) for sample in found.samples), default=0.0)
+    runs = (
+        f"- {plan.jobs} runs, training after {found.start_seconds:.0f} s ({found.most_starting} at most were started "
+        f"at once), took {found.steps:,} steps; attempts of them that were lost: {found.lost_leases}"
+    )
     lines = [
         f"- {len(found.latencies):,} submits at {plan.submits:g} a second: {dict(found.answers)}; "
         f"p50 {1e3 * cuts[49]:.0f} ms, p99 {1e3 * cuts[98]:.0f} ms, from when each was due",
         f"- accepted jobs without a row: {found.lost_jobs}",
-        f"- {plan.jobs} runs, training after {found.start_seconds:.0f} s ({found.most_starting} at most were started "
-        f"at once), took {found.steps:,} steps; attempts of them that were lost: {found.lost_leases}",
+        *([] if plan.gently else [runs]),
         f"- {plan.readers} listeners heard {found.heard:,} events; missing or twice: {found.lost_events}; "
         f"heard no end: {found.unfinished}; came back: {found.reconnects}; from written to heard "
         f"p50 {1e3 * delays[49]:.0f} ms, p99 {1e3 * delays[98]:.0f} ms",
