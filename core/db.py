@@ -46,6 +46,7 @@ SCHEDULING = "scheduler"
 """Name of the `lock` of whoever locks jobs of all projects, in whatever order."""
 _AFTER_COMMIT = "after_commit"
 _BEFORE = "before"
+_CONNECTION = "connection"
 Row = TypeVar("Row", bound=DeclarativeBase)
 
 
@@ -58,6 +59,15 @@ class Database:
         self._writing = sessionmaker(self.engine, expire_on_commit=False)
         self._reading = sessionmaker(self.engine.execution_options(reading=True), expire_on_commit=False)
         event.listen(self._writing, "after_begin", _end_the_one_before)
+        for sessions in (self._writing, self._reading):
+            event.listen(sessions, "after_begin", _note_connection)
+            event.listen(sessions, "after_transaction_create", _forget_connection)
+            event.listen(sessions, "after_transaction_end", _forget_connection)
+
+    @property
+    def has_one_writer(self) -> bool:
+        """Whether transactions that may write wait for one another, whatever they write."""
+        return self.engine.dialect.name == "sqlite"
 
     @contextmanager
     def session(self) -> Iterator[Session]:
@@ -128,7 +138,20 @@ def directly(
     statement, and to write one by the unit of work four times as long.
     """
     session.flush()
-    return session.connection().execute(statement, values)
+    connection: Connection = session.info.get(_CONNECTION) or session.connection()
+    return connection.execute(statement, values)
+
+
+# To ask the session for its connection takes as long as to run a simple statement. It stays the same while a
+# transaction lasts, so only the first statement asks; and that of a savepoint, which is only made then.
+
+
+def _note_connection(session: Session, _: object, connection: Connection) -> None:
+    session.info[_CONNECTION] = connection
+
+
+def _forget_connection(session: Session, _: object) -> None:
+    session.info.pop(_CONNECTION, None)
 
 
 def lock(session: Session, name: str) -> None:

@@ -11,7 +11,7 @@ from sqlalchemy import select, text, update
 from sqlalchemy.exc import IntegrityError
 
 from core import db
-from core.db import AWAY, Database, after_commit, lock
+from core.db import AWAY, Database, after_commit, directly, lock
 from core.keys import DEFAULT_PROJECT
 from core.models import Project
 from tests import make
@@ -62,6 +62,25 @@ def test_what_fails_after_the_commit_does_not_undo_it_nor_stop_the_rest(database
     assert done == ["second"]
     with database.reading() as session:
         assert session.get(Project, "proj-new") is not None
+
+
+def test_a_statement_without_objects_goes_where_its_session_is(database: Database) -> None:
+    renamed = update(Project).where(Project.id == DEFAULT_PROJECT)
+    names = select(Project.name).where(Project.id == DEFAULT_PROJECT)
+    with database.session() as session:
+        before = directly(session, names).scalar_one()
+        directly(session, renamed.values(name="kept"))
+        savepoint = session.begin_nested()
+        directly(session, renamed.values(name="undone"))
+        assert directly(session, names).scalar_one() == "undone"
+        savepoint.rollback()
+        assert directly(session, names).scalar_one() == "kept"
+        session.commit()
+        # The next transaction of the same session.
+        directly(session, renamed.values(name="undone"))
+        session.rollback()
+    with database.reading() as session:
+        assert (before, directly(session, names).scalar_one()) == ("default", "kept")
 
 
 def test_a_reader_does_not_wait_for_a_writer(database: Database) -> None:
