@@ -26,8 +26,13 @@ Scope = Literal["read", "submit", "admin"]
 bearer = HTTPBearer(auto_error=False, scheme_name="API key", description="On every route under `/v1`.")
 
 
-# Not in a thread, which takes longer to reach than this to do.
+# Not in a thread, which takes longer to reach than this to do. Other dependencies call it: FastAPI would look for each
+# of them anew what it has to be given.
 async def get_services(request: Request) -> Services:
+    return services_of(request)
+
+
+def services_of(request: Request) -> Services:
     services: Services = request.app.state.services
     return services
 
@@ -35,12 +40,12 @@ async def get_services(request: Request) -> Services:
 ServicesDep = Annotated[Services, Depends(get_services)]
 
 
-def get_session(services: ServicesDep) -> Session:
-    return trips.write(services.db)
+def get_session(request: Request) -> Session:
+    return trips.write(services_of(request).db)
 
 
-def get_reading(services: ServicesDep) -> Session:
-    return trips.read(services.db)
+def get_reading(request: Request) -> Session:
+    return trips.read(services_of(request).db)
 
 
 # A trip's end, and so the commit, comes before the response: who holds an id can read it.
@@ -58,11 +63,11 @@ def holding(scope: Scope, *, counted: bool = True) -> Callable[..., Awaitable[Ac
 
     def account(
         request: Request,
-        services: ServicesDep,
         credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
         organization: Annotated[str | None, Header(alias="openai-organization", include_in_schema=False)] = None,
         project: Annotated[str | None, Header(alias="openai-project", include_in_schema=False)] = None,
     ) -> Account:
+        services = services_of(request)
         with trips.reading(services.db) as session:
             if credentials is None:
                 found = browsers.signed_in(session, request)
