@@ -38,6 +38,7 @@ from api.routes import (
 )
 from api.sse import Streams
 from api.surroundings import MULTIPART_BYTES, Limit, Surroundings
+from api.trips import Few
 from api.turns import Turns
 from core import audit, examining
 from core.services import Services
@@ -48,6 +49,8 @@ log = structlog.get_logger()
 
 MAX_JSON_BYTES = 4 * 1024 * 1024
 """Largest body other than an upload."""
+CREATING_AT_ONCE = 2
+"""Creates of jobs where the database has one writer; more wait, without a thread."""
 POSTING_AT_ONCE, POSTING_OF_A_PROJECT = 16, 2
 """Samples that are on their way to webhook endpoints, in all and of one project; more wait."""
 SAMPLING_OF_A_PROJECT = 32
@@ -75,6 +78,7 @@ def create_app(services: Services) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.streams = Streams(services)
+        app.state.few = Few(CREATING_AT_ONCE) if services.db.has_one_writer else None
         app.state.posting = CapacityLimiter(POSTING_AT_ONCE)
         app.state.posting_turns = Turns(POSTING_OF_A_PROJECT)
         app.state.sampling_turns = Turns(SAMPLING_OF_A_PROJECT)

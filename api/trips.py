@@ -12,8 +12,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from inspect import iscoroutinefunction
+from threading import Lock
 from typing import Any, ParamSpec, TypeVar
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from sqlalchemy.orm import Session
@@ -24,6 +26,8 @@ from core.db import Database, follow
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+
+_FEW = "few_at_once"
 
 
 class Trip(ExitStack):
@@ -37,11 +41,25 @@ _trip: ContextVar[Trip | None] = ContextVar("trip", default=None)
 """This thread's; None on the event loop."""
 
 
+class Few:
+    """Threads for requests that more of them would only slow down: they wait for each other's writes anyway.
+
+    One at a time works, while another commits. More would pass the interpreter's lock to and fro at each statement,
+    and leave no thread to the requests that only read.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.limiter = CapacityLimiter(most)
+        self.working = Lock()
+        """Whose turn it is to do all but commit."""
+
+
 class OneTrip(APIRoute):
     """A route whose endpoint is a plain function; another is FastAPI's own."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         self.is_plain = not iscoroutinefunction(endpoint)
+        self.is_of_few = getattr(endpoint, _FEW, False)
         super().__init__(path, in_place(endpoint) if self.is_plain else endpoint, **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -55,9 +73,18 @@ class OneTrip(APIRoute):
                     await request.body()
                 except ClientDisconnect as error:
                     raise HTTPException(400, "There was an error parsing the body") from error
-            return await run_in_threadpool(_there, handle, request)
+            few: Few | None = request.app.state.few if self.is_of_few else None
+            if few is None:
+                return await run_in_threadpool(_there, handle, request)
+            return await to_thread.run_sync(_there, handle, request, few.working, limiter=few.limiter)
 
         return handle_there
+
+
+def few_at_once(endpoint: Callable[P, Result]) -> Callable[P, Result]:
+    """Let an endpoint have the application's `few` threads, where that has any set aside, and else those of all."""
+    setattr(endpoint, _FEW, True)
+    return endpoint
 
 
 def in_place(call: Callable[P, Result]) -> Callable[P, Awaitable[Result]]:
@@ -100,11 +127,17 @@ def _own() -> Trip:
     return trip
 
 
-def _there(handle: Callable[[Request], Coroutine[Any, Any, Response]], request: Request) -> Response:
+def _there(
+    handle: Callable[[Request], Coroutine[Any, Any, Response]],
+    request: Request,
+    working: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
+) -> Response:
     with Trip() as trip:
         # The thread's context is a copy, which goes with the call.
         _trip.set(trip)
-        return _through(handle(request))
+        # The trip's end commits.
+        with working:
+            return _through(handle(request))
 
 
 def _through(coroutine: Coroutine[Any, Any, Result]) -> Result:

@@ -35,7 +35,7 @@ from api.openai_shapes import (
     ends,
 )
 from api.schemas import DeletedOut
-from api.trips import OneTrip, in_place
+from api.trips import OneTrip, few_at_once, in_place
 from core import checkpoints, events, jobs, openai_jobs, result_files, scheduler, sharing
 from core.described import Described
 from core.errors import (
@@ -88,6 +88,7 @@ def shown_all(session: Session, found: Sequence[Job]) -> list[FineTuningJobOut]:
 
 
 @router.post("/jobs", responses=errors(InvalidSpec, InvalidModel, NotFound, Forbidden, QuotaExceeded))
+@few_at_once
 def create(
     ask: FineTuneAsk,
     owner: SubmitterDep,

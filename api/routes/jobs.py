@@ -36,7 +36,7 @@ from api.schemas import (
     MetricsOut,
 )
 from api.shown import shown, shown_all
-from api.trips import OneTrip
+from api.trips import OneTrip, few_at_once
 from core import artifacts, checkpoints, events, joblogs, jobs, metrics, removal
 from core.errors import Forbidden, InUse, InvalidMove, InvalidSpec, NotFound, QuotaExceeded
 from core.models import Job
@@ -51,6 +51,7 @@ LOG_RANK = "x-log-rank"
 
 
 @router.post("", status_code=201, responses=errors(InvalidSpec, NotFound, Forbidden, QuotaExceeded))
+@few_at_once
 def submit(
     spec: JobSpec,
     owner: SubmitterDep,

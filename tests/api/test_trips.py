@@ -1,6 +1,7 @@
 """A request's work is one trip to a thread: one thread, one session to read by, and a commit before the answer."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Generator
 from types import coroutine
@@ -13,8 +14,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api import trips
-from api.trips import OneTrip, in_place
-from core.db import Database
+from api.trips import Few, OneTrip, few_at_once, in_place
+from core.db import Database, after_commit
 from core.models import Project
 from tests import make
 
@@ -52,6 +53,45 @@ def test_all_that_a_plain_endpoint_depends_on_runs_in_its_thread() -> None:
     assert len(seen) == 3
     assert len(set(seen)) == 1
     assert threading.get_ident() not in seen
+
+
+def test_of_few_requests_one_works_while_another_commits_and_the_rest_hold_no_thread(database: Database) -> None:
+    router, numbers = APIRouter(route_class=OneTrip), itertools.count(1)
+    alone, both, crowded = threading.Lock(), threading.Barrier(2), threading.Event()
+
+    @router.post("/")
+    @few_at_once
+    def create(session: Annotated[Session, Depends(in_place(lambda: trips.write(database)))]) -> int:
+        """Let the first be still at its commit when the second works."""
+        assert alone.acquire(blocking=False)
+        number = next(numbers)
+        if number == 1:
+            assert crowded.wait(20)
+            after_commit(session, lambda: both.wait(20))
+        alone.release()
+        if number == 2:
+            both.wait(20)
+        return number
+
+    @router.get("/")
+    def read() -> str:
+        """Answer while creates wait."""
+        return "read"
+
+    app = FastAPI()
+    app.include_router(router)
+
+    async def ask() -> tuple[list[int], str]:
+        app.state.few = few = Few(2)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+            creates = [asyncio.create_task(client.post("/")) for _ in range(4)]
+            while few.limiter.statistics().tasks_waiting < 2:
+                await asyncio.sleep(0)
+            reading = await client.get("/")
+            crowded.set()
+            return sorted([(await create).json() for create in creates]), reading.json()
+
+    assert asyncio.run(asyncio.wait_for(ask(), 60)) == ([1, 2, 3, 4], "read")
 
 
 def test_the_event_loop_waits_in_no_dependency_of_a_coroutine() -> None:
