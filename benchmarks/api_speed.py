@@ -32,6 +32,7 @@ from core.db import Database
 from core.settings import Settings
 
 KEY = "the-key-of-the-benchmark"
+PATH = "/v1/jobs"
 CONNECTIONS = 8
 REQUESTS = 200
 """Of one turn."""
@@ -78,9 +79,9 @@ class Side:
         """Send this many requests, and note how long they took."""
         ids = self.ids[-number:]
         requests = [
-            self.request("POST", "/v1/jobs", self.body)
+            self.request("POST", PATH, self.body)
             if kind == "create"
-            else self.request("GET", f"/v1/jobs/{ids[index % len(ids)]}")
+            else self.request("GET", f"{PATH}/{ids[index % len(ids)]}")
             for index in range(number)
         ]
         began, started = self.cpu_seconds(), perf_counter()
@@ -169,11 +170,20 @@ def ours(settings: Settings) -> Iterator[Side]:
         yield Side("trainshed", port, json.dumps(spec).encode(), KEY, psutil.Process(running.pid))
 
 
+def resolved(us: Side, file: Path) -> Path:
+    """Write down what we make of the body, for who is to keep as much."""
+    [(answer, _)] = asyncio.run(asyncio.wait_for(ask(us.port, [us.request("POST", PATH, us.body)]), PATIENCE_SECONDS))
+    job = json.loads(answer)
+    file.write_text(json.dumps({field: job[field] for field in ("run_config", "plan", "slots")}))
+    return file
+
+
 @contextmanager
-def bare(database: str, body: bytes) -> Iterator[Side]:
-    """The peer."""
+def bare(database: str, body: bytes, resolved: Path) -> Iterator[Side]:
+    """The peer, which is told in a file what is worked out from the body."""
     environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
-    with process("benchmarks.bare_route", database, environment=environment, stdout=subprocess.PIPE) as running:
+    command = ("benchmarks.bare_route", database, str(resolved))
+    with process(*command, environment=environment, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
         port = json.loads(running.stdout.readline())["port"]
         yield Side("bare route", port, body, process=psutil.Process(running.pid))
@@ -188,7 +198,7 @@ def measure(rounds: int, requests: int, *, databases: Callable[[str], str | None
         folder = Path(name)
         peers_database = databases("bare") or f"sqlite:///{folder / 'bare.db'}"
         settings = settings_of(folder / "shed", databases("ours"))
-        with ours(settings) as us, bare(peers_database, us.body) as peer:
+        with ours(settings) as us, bare(peers_database, us.body, resolved(us, folder / "resolved.json")) as peer:
             for number in range(rounds + 1):
                 for kind in ("create", "read"):
                     for side in (us, peer)[:: -1 if number % 2 else 1]:
