@@ -178,8 +178,15 @@ def open_engine(url: str) -> Engine:
     return engine
 
 
-# Errors go to logs and to jobs: what was written, such as a digest or a line of training data, must not go with them.
-_POOL: dict[str, Any] = {"pool_size": 16, "max_overflow": 48, "pool_timeout": 15, "hide_parameters": True}
+_POOL: dict[str, Any] = {
+    "pool_size": 16,
+    "max_overflow": 48,
+    "pool_timeout": 15,
+    # A connection to SQLite forgets what it has read as soon as another one writes: the last one knows most.
+    "pool_use_lifo": True,
+    # Errors go to logs and to jobs: what was written, such as a digest or a line of training data, must not go along.
+    "hide_parameters": True,
+}
 
 
 def _prepare_postgresql(connection: Any, record: object) -> None:
