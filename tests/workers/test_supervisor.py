@@ -334,7 +334,7 @@ def test_a_run_that_was_paused_just_before_its_time_is_up_is_paused(
         return status
 
     monkeypatch.setattr(Attempt, "follow", followed)
-    job_id = place_job(services, steps=FOREVER, checkpoint_every=None, max_runtime=0.5)
+    job_id = place_job(services, steps=FOREVER, checkpoint_every=None, max_runtime=2)
 
     supervised(services, job_id, fake_engine("--step-seconds", "0.02"))
 
