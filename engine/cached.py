@@ -5,11 +5,16 @@ Torch adds bf16 to fp32 element by element on a CPU; widened first, within the c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 ELEMENTS = 2**18
 """Of fp32 that one core's cache keeps: 1 MiB."""
+
+WIDENED = 2**20
+"""Of a whole gradient, at once: further on in the caches, but a call of the optimizer's costs as much as 2^15."""
 
 
 def rows_in_cache(x_ND: Tensor) -> int:
@@ -28,6 +33,17 @@ def add_wide(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
     wide_N = total_N.new_empty(block)
     for some_N, added_N in zip(torch.split(total_N, block), torch.split(part_N, block), strict=True):
         some_N.add_(wide_N[: len(added_N)].copy_(added_N), alpha=factor)
+
+
+def widened(x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """A tensor in fp32, flat, some elements at a time, with the place of the first. They are good until the next."""
+    x_N = x.reshape(-1)
+    if x_N.dtype == torch.float32:
+        yield 0, x_N
+        return
+    wide_K = torch.empty(min(WIDENED, len(x_N)), dtype=torch.float32, device=x.device)
+    for first, some_K in zip(range(0, len(x_N), WIDENED), torch.split(x_N, WIDENED), strict=True):
+        yield first, wide_K[: len(some_K)].copy_(some_K)
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

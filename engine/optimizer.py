@@ -2,6 +2,8 @@
 
 Weights are views into one buffer in the model's dtype; gradients are summed up in fp32; masters and moments are fp32
 and each replica keeps its share. One step is: sum gradients (reduce-scatter), norm, update the share, gather weights.
+On a CPU, a large gradient that is added to no other stays where and as autograd made it: its place in the buffer is
+never touched, and so takes no memory.
 
 All buffers have one layout: N elements, of which a replica owns the share S. A parameter is a *slot* of N; slots of
 one kind lie side by side, so that what is done to a kind is done to few large runs.
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
+from engine.cached import widened
 from engine.comm import all_gather_flat, reduce_scatter_flat
 from engine.config import Training
 from engine.gather import merged
@@ -34,6 +37,8 @@ ALIGNMENT = 16
 """Elements; a slot begins on a cache line in fp32."""
 NORM_CHUNK = 1 << 12
 """Elements whose squares are summed in fp32; the sums are in fp64. More would cost digits that layouts differ in."""
+WORTH = 2**18
+"""Elements from which a gradient is kept as it came; to widen smaller ones each by itself costs more than it frees."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,10 @@ class Optimizer:
         rank = mesh.rank("replicas") if shard else 0
         self.own = slice(rank * share, (rank + 1) * share)
         self.weights_N = torch.zeros(size, dtype=dtype, device=mesh.device)
-        self.gradients_N = torch.zeros(size, dtype=torch.float32, device=mesh.device)
+        self.gradients_N = torch.empty(size, dtype=torch.float32, device=mesh.device)
+        # What lies behind slots is summed with them.
+        for slot, following in zip(self.slots, [*(slot.start for slot in self.slots[1:]), size], strict=True):
+            self.gradients_N[slot.stop : following].zero_()
         self.shapes = merged(mesh, {slot.name: list(slot.placement.shape) for slot in self.slots})
         """Global shape of every trainable parameter, of all stages."""
         self._landings = [self._adopt(slot) for slot in self.slots]
@@ -173,20 +181,25 @@ class Optimizer:
         self.averages_S = torch.zeros_like(self.masters_S)
         self.squares_S = torch.zeros_like(self.masters_S)
         self.gradients_S = torch.empty_like(self.masters_S) if self.shards > 1 else self.gradients_N
+        self._whole: list[tuple[Slot, Tensor]] = []
+        """Gradients that are not in the buffer, from when they are summed until they are used."""
 
     def _adopt(self, slot: Slot) -> Landing:
         """Let the buffers hold the slot's weight, and its gradient."""
         weight = self.weights_N[slot.start : slot.stop].view(slot.shape)
         weight.copy_(slot.parameter.detach())
         slot.parameter.data = weight
-        landing = Landing(self.gradients_N[slot.start : slot.stop].view(slot.shape))
+        # A GPU would launch a lot for each.
+        is_worth = self.mesh.device.type == "cpu" and slot.parameter.numel() >= WORTH
+        keeps = is_worth and self.group is None and self.mesh.group(slot.kind.partial) is None
+        landing = Landing(self.gradients_N[slot.start : slot.stop].view(slot.shape), keeps=keeps)
         land(slot.parameter, landing)
         return landing
 
     def sum_gradients(self) -> float:
         """Sum this step's gradients over all ranks that hold a part, and return their global L2 norm."""
-        for landing in self._landings:
-            landing.close()
+        taken = zip(self.slots, [landing.taken() for landing in self._landings], strict=True)
+        self._whole = [(slot, whole) for slot, whole in taken if whole is not None]
         with self.mesh.exchange():
             for run in self.runs:
                 if (group := self.mesh.group(run.kind.partial)) is not None:
@@ -199,6 +212,7 @@ class Optimizer:
 
     def drop_gradients(self) -> float:
         """Forget the gradients that have come since the last step; the L2 norm of what this rank had of them."""
+        self._whole = []
         arrived = [landing.close() for landing in self._landings if landing.is_used]
         return float(sum((square_sum(total.view(-1)) for total in arrived), torch.zeros(())).sqrt())
 
@@ -218,32 +232,62 @@ class Optimizer:
         for run in self.runs:
             if run.kind.copy > 0:
                 continue
-            total += square_sum(self.gradients_S[run.within(self.own)])
+            for _, gradient in self._gradients(run):
+                total += square_sum(gradient)
         return norm_over(self.mesh, total, "model", *(["replicas"] if self.shards > 1 else []))
 
     def update(self, *, lr: float, norm: float) -> None:
         """Clip by `norm`, which `sum_gradients` found, update this rank's share, and give every rank the weights."""
         assert isfinite(norm), "the caller stops at a gradient that is not finite"
         for (decays, follows), runs in groupby(self.runs, key=lambda run: (run.kind.decays, run.kind.follows)):
+            if follows:
+                continue
             of_a_kind = list(runs)
-            part = Run(of_a_kind[0].kind, of_a_kind[0].start, of_a_kind[-1].stop).within(self.own)
-            if not follows and part.start < part.stop:
-                tensors = (self.masters_S, self.gradients_S, self.averages_S, self.squares_S)
+            for here, gradient in self._gradients(Run(of_a_kind[0].kind, of_a_kind[0].start, of_a_kind[-1].stop)):
                 move(
-                    *([tensor[part]] for tensor in tensors),
+                    [self.masters_S[here]],
+                    [gradient],
+                    [self.averages_S[here]],
+                    [self.squares_S[here]],
                     steps=self.steps,
                     lr=lr,
                     norm=norm,
                     decays=decays,
                     training=self.training,
                 )
+                # While a core's cache has them.
+                self._round(here)
         self.steps += 1
-        self.publish()
+        self._whole = []
+        self._spread()
+
+    def _gradients(self, run: Run) -> Iterator[tuple[slice, Tensor]]:
+        """The fp32 gradient of what this replica has of a run, in stretches of the share, good until the next one."""
+        own = run.within(self.own)
+        start = own.start
+        for slot, whole in self._whole:
+            if not run.start <= slot.start < run.stop:
+                continue
+            if start < slot.start:
+                yield slice(start, slot.start), self.gradients_S[start : slot.start]
+            for first, wide_K in widened(whole):
+                yield slice(slot.start + first, slot.start + first + len(wide_K)), wide_K
+            start = aligned(slot.stop)
+        if start < own.stop:
+            yield slice(start, own.stop), self.gradients_S[start : own.stop]
 
     def publish(self) -> None:
         """Round the masters to the weights, and gather every rank's share of them; ends take the first one's."""
+        self._round(slice(None))
+        self._spread()
+
+    def _round(self, here: slice) -> None:
+        """Make weights of these masters."""
         if self.weights_S.data_ptr() != self.masters_S.data_ptr():
-            self.weights_S.copy_(self.masters_S)
+            self.weights_S[here].copy_(self.masters_S[here])
+
+    def _spread(self) -> None:
+        """Gather every replica's share of the weights; ends take the first one's."""
         if self.shards > 1:
             with self.mesh.exchange():
                 all_gather_flat(self.weights_N, self.weights_S, group=self.group)
@@ -287,8 +331,10 @@ def square_sum(x_N: Tensor) -> Tensor:
     """fp64 scalar: sum of the squares of a flat tensor, in one pass over it."""
     whole = len(x_N) // NORM_CHUNK * NORM_CHUNK
     norms = torch.linalg.vector_norm(x_N[:whole].view(-1, NORM_CHUNK), dim=1)
-    rest = torch.linalg.vector_norm(x_N[whole:])
-    return cast(Tensor, norms.double().square().sum() + rest.double().square())
+    total = norms.double().square().sum()
+    if whole < len(x_N):
+        total += torch.linalg.vector_norm(x_N[whole:]).double().square()
+    return cast(Tensor, total)
 
 
 def move(
@@ -343,9 +389,14 @@ def lay_out(parameters: Iterable[tuple[str, Parameter]], *, multiple: int) -> tu
         start = end
         for name, parameter in members:
             slots.append(Slot(name, parameter, placement_of(parameter), kind, end, tuple(parameter.shape)))
-            end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            end = aligned(end + parameter.numel())
         runs.append(Run(kind, start, end))
     return slots, runs, max(1, -(-end // multiple)) * multiple
+
+
+def aligned(end: int) -> int:
+    """Where the next slot begins."""
+    return -(-end // ALIGNMENT) * ALIGNMENT
 
 
 def kind_of(parameter: Parameter) -> Kind:

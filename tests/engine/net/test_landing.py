@@ -58,3 +58,17 @@ def test_an_unused_landing_is_zero() -> None:
     assert landing.close().tolist() == [3, 4, 5]
     landing.add(torch.ones(3))
     assert landing.close().tolist() == [1, 1, 1]
+
+
+def test_a_landing_that_keeps_does_not_touch_its_total_until_there_is_something_to_add() -> None:
+    landing = Landing(torch.full((3,), torch.nan), keeps=True)
+    alone = torch.tensor([1.0, 2.0, 3.0]).bfloat16()
+    landing.add(alone)
+    assert landing.taken() is alone
+    assert landing.total.isnan().all()
+    landing.add(alone)
+    landing.add(torch.full((3,), 2.0**-9))
+    assert landing.taken() is None
+    assert landing.total.tolist() == [1 + 2.0**-9, 2 + 2.0**-9, 3 + 2.0**-9]
+    assert landing.taken() is None
+    assert landing.total.tolist() == [0, 0, 0]

@@ -6,7 +6,8 @@ from torch.nn import Parameter
 
 from engine.config import Parallel
 from engine.mesh import alone, build
-from engine.placement import placement_of
+from engine.optimizer import WORTH, Optimizer
+from engine.placement import Placement, place, placement_of
 from tests.engine.train.toy import SHAPES, TRAINING, backward, gradients, ours, train, weights
 
 
@@ -106,3 +107,40 @@ def test_without_a_limit_nothing_is_clipped():
     expected, _ = theirs(2, training=training)
     parameters, _, _ = train(alone(torch.device("cpu")), 2, training=training)
     torch.testing.assert_close(parameters["q"], expected["q"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_large_gradient_takes_no_place_in_the_buffer_unless_a_second_one_is_added(dtype):
+    shapes = {"small": (8, 6), "large": (WORTH // 501 + 1, 501), "behind": (5, 3), "norm": (6,)}
+    generator = torch.Generator().manual_seed(1)
+    drawn = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    mine = {name: place(Parameter(whole.clone()), Placement(shapes[name])) for name, whole in drawn.items()}
+    theirs = {name: Parameter(whole.float()) for name, whole in drawn.items()}
+    optimizer = Optimizer(mine.items(), alone(torch.device("cpu")), training=TRAINING, shard=True)
+    torchs = torch.optim.AdamW(
+        [
+            {"params": [each for each in theirs.values() if each.ndim > 1]},
+            {"params": [theirs["norm"]], "weight_decay": 0.0},
+        ],
+        lr=TRAINING.lr, betas=TRAINING.betas, eps=TRAINING.eps, weight_decay=TRAINING.weight_decay,
+    )  # fmt: skip
+    (large,) = (slot for slot in optimizer.slots if slot.name == "large")
+    for parts in (1, 2, 1):
+        optimizer.gradients_N[large.start : large.stop] = torch.nan
+        for each in theirs.values():
+            each.grad = torch.zeros_like(each)
+        for _ in range(parts):
+            gradients = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+            sum((mine[name] * gradient).sum() for name, gradient in gradients.items()).backward()
+            for name, gradient in gradients.items():
+                theirs[name].grad += gradient.float()
+        norm = optimizer.sum_gradients()
+        # Torch's own sum of so many squares is off by more.
+        assert norm == pytest.approx(sum(each.grad.double().square().sum() for each in theirs.values()).item() ** 0.5)
+        torch.nn.utils.clip_grads_with_norm_(theirs.values(), TRAINING.clip, torch.tensor(norm))
+        assert bool(optimizer.gradients_N[large.start : large.stop].isnan().all()) is (parts == 1)
+        optimizer.update(lr=TRAINING.lr, norm=norm)
+        torchs.step()
+    for piece in optimizer.pieces():
+        torch.testing.assert_close(piece.tensors["weight"], theirs[piece.parameter].detach(), rtol=1e-6, atol=1e-6)
+        assert torch.equal(mine[piece.parameter], piece.tensors["weight"].to(dtype))
