@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,11 @@ def words(told: dict[str, Any]) -> str:
         return "\n".join([*lines, "time       not calibrated: say --device, or --rates with what `calibrate` wrote"])
     lines.append(f"time       {_seconds(told['seconds'])}; {told['tokens_per_second']:,.0f} tokens a second")
     if told["eta_seconds"] is not None:
-        lines.append(f"in all     {told['eta_seconds']:,.0f} s")
-    lines += [f"best       {one['layout']}: {_seconds(one['seconds'])}" for one in told["best"]]
+        lines.append(f"in all     {timedelta(seconds=round(told['eta_seconds']))}")
+    lines += [
+        f"best       {one['layout']}: {_seconds(one['seconds'])}, {search.as_size(one['bytes'])} a rank"
+        for one in told["best"]
+    ]
     lines += [f"not        {why}" for why in told["lost"]]
     return "\n".join(lines)
 

@@ -323,7 +323,8 @@ def test_a_spec_comes_through_a_pipe_as_well(trainshed, spec):
 def test_a_plan_says_what_a_job_would_need_and_makes_none(trainshed, spec):
     planned = json.loads(trainshed("plan", spec, "--json"))
     told = trainshed("plan", spec)
-    assert f"4 of {planned['layout']['global_batch']} rows of 32 tokens" in told
+    batch = planned["layout"]["global_batch"]
+    assert f"4 of {batch} rows of 32 tokens: {4 * batch * 32:,} tokens, about " in told
     assert f"of {planned['parameters']:,} parameters" in told
     assert f"train corpus.txt (1 examples, {len(driving.TEXT) / 1024:.1f} KiB)" in told
     assert "memory" in told

@@ -95,6 +95,22 @@ def test_the_tables_efficiency_is_that_of_the_175b_row() -> None:
     )
 
 
+def test_one_factor_for_products_memory_and_links_found_on_one_row_predicts_the_others_within_a_tenth() -> None:
+    # NVIDIA's data sheet of the A100 and 200 Gbit/s a GPU (Narayanan et al. 2021, section 5), all times the same share,
+    # which the 175B row decides; the table's latencies, and no time of a launch.
+    def seconds(row: Row, share: float) -> float:
+        device = Device("A100", {"bf16": 312e12 * share}, bandwidth=2.04e12 * share, efficiency=1.0)
+        return row.seconds_on(Cluster(device, 8, Link(300e9 * share, 6e-6), Link(25e9 * share, 10e-6)))
+
+    low, high = 0.3, 1.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(ROWS[1], middle) > ROWS[1].seconds else (low, middle)
+    assert high == pytest.approx(0.74, abs=0.005)
+    for row in ROWS:
+        assert seconds(row, high) == pytest.approx(row.seconds, rel=0.10), row
+
+
 def test_a_time_that_no_efficiency_reaches_is_refused() -> None:
     base = ROWS[1]
     with pytest.raises(ValueError, match=r"no efficiency makes this step take 0\.001 s"):
