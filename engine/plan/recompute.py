@@ -91,8 +91,9 @@ class Setting:
             return [(self.seq_len, self.seq_len)]
         # A rank has two chunks, one from either side of the row's middle; its keys begin where the window does.
         each, window = self.seq_len // (2 * context), self.shape.sliding_window or self.seq_len
-        keys = [(chunk + 1) * each - max(0, chunk * each - window + 1) for chunk in range(2 * context)]
-        return [(each, keys[rank]), (each, keys[-1 - rank])]
+        return [
+            (each, (chunk + 1) * each - max(0, chunk * each - window + 1)) for chunk in (rank, 2 * context - 1 - rank)
+        ]
 
     @property
     def has_mask(self) -> bool:

@@ -6,16 +6,18 @@ layout takes is `engine.plan.time`'s and `engine.plan.memory`'s business.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from engine.config import ModelShape, Operation, Parallel, Recompute
 from engine.plan import budget, memory
 from engine.plan.cluster import Cluster
 from engine.plan.memory import Memory
-from engine.plan.recompute import ELEMENTS, FP32, Setting
+from engine.plan.recompute import ELEMENTS, FP32, Setting, cost
 from engine.plan.time import Layout, Step, Terms, Timer
 
 BEST = 5
@@ -106,6 +108,7 @@ class _Search:
     wishes: Wishes
     timer: Timer = field(init=False)
     _needs: dict[Layout, Memory] = field(default_factory=dict)
+    _worthwhile: dict[tuple[int, bool, int, int], list[frozenset[Operation]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.timer = Timer(self.step, self.cluster)
@@ -230,13 +233,19 @@ class _Search:
         layout, room = candidate.layout, self.cluster.device.memory_bytes
         if room is None or not layout.replayed or self.wishes.recompute is not None:
             return candidate
-        step, count = self.step, layout.micro_batches(self.step)
+        step = self.step
         setting = Setting(
             step.shape, step.seq_len, layout.micro_batch, ELEMENTS[step.precision], layout.parallel, step.lora,
             packed=step.packed, on_cuda=not self.wishes.on_host,
         )  # fmt: skip
-        for recompute in affordable(setting, count, room, compares=step.compares, by_stage=False):
-            cheaper = replace(layout, replayed=recompute.replayed)
+        known = layout.parallel.tensor, layout.parallel.sequence, layout.parallel.context, layout.micro_batch
+        if known not in self._worthwhile:
+            self._worthwhile[known] = worthwhile(setting)
+        # The more is done again, the less is kept, so that the first that fits is found by halving.
+        sets = self._worthwhile[known]
+        first = bisect_left(sets, True, key=lambda some: self.refusal(replace(layout, replayed=some)) is None)
+        if first < len(sets):
+            cheaper = replace(layout, replayed=sets[first])
             terms = self.timer.terms(cheaper)
             if terms.total < candidate.terms.total and self.refusal(cheaper) is None:
                 return Candidate(cheaper, terms, self.needs(cheaper))
@@ -352,12 +361,24 @@ def levels(shape: ModelShape) -> Levels:
     return (frozenset(), *([core] if core else []), least, least | {"up_projection"}, frozenset({"layer"}))
 
 
+def worthwhile(setting: Setting) -> list[frozenset[Operation]]:
+    """The sets to replay of which each keeps less than all that cost as much or less, cheapest first."""
+    each = ((cost(setting, some), some) for some in budget.choices(setting))
+    found: list[frozenset[Operation]] = []
+    kept = inf
+    for price, some in sorted(each, key=lambda pair: (pair[0].flops, pair[0].saved, len(pair[1]))):
+        if price.saved < kept:
+            kept = price.saved
+            found.append(some)
+    return found
+
+
 def affordable(
-    setting: Setting, micro_batches: int, device_bytes: int, *, compares: bool = False, by_stage: bool = True
+    setting: Setting, micro_batches: int, device_bytes: int, *, compares: bool = False
 ) -> Iterator[Recompute]:
     """What costs least to replay, of sets that leave the rank which holds most within its device (or nothing).
 
-    Of a pipeline, where each stage may replay its own (`by_stage`), it is a budget, so that late ones replay less.
+    Of a pipeline, where each stage may replay its own, it is a budget, so that late ones replay less.
     """
     parallel = setting.parallel
     room = memory.room_for_activations(
@@ -369,7 +390,7 @@ def affordable(
         operations = budget.cheapest(setting, layers=max(waiting), budget=room)
     except ValueError:
         return
-    if by_stage and parallel.pipeline > 1:
+    if parallel.pipeline > 1:
         yield Recompute(mode="budget", budget_gib=room / budget.GIB)
     yield as_recompute(operations)
 
