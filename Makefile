@@ -7,6 +7,8 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What pip says of each time that it installed something there: `make audit` reads it.
+REPORTS := $(VENV)/reports
 ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 # The first interpreter that can serve; say PYTHON=… to choose. Each is tried by running it: a shim may exist and not work.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -37,11 +39,13 @@ $(BIN)/python:
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing into $(VENV); the first time takes a few minutes."
-	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --report $(VENV)/install.json --editable '.[engine]'
+	@mkdir -p $(REPORTS)
+	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --report $(REPORTS)/$$(date +%s).json --editable '.[engine]'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --report $(VENV)/install-dev.json --editable '.[dev]'
+	@mkdir -p $(REPORTS)
+	$(PIP) install --quiet $(PIP_ARGS) --constraint constraints.txt --report $(REPORTS)/$$(date +%s)-dev.json --editable '.[dev]'
 	@touch $@
 
 demo: install ## Train a model from text, fine-tune it and chat with it, all over HTTP
@@ -68,7 +72,7 @@ check: dev ## Lint, format and types
 	$(BIN)/mypy
 
 audit: dev ## What was installed is to the bit what is pinned; and has no known vulnerability, where PyPI tells
-	$(BIN)/python .ci/audit.py $(VENV)/install.json $(VENV)/install-dev.json
+	$(BIN)/python .ci/audit.py $(REPORTS)
 
 format: dev ## Mend what can be mended by itself
 	$(BIN)/ruff check --fix .

@@ -75,16 +75,16 @@ def test_a_file_of_another_content_or_of_another_name_is_told(audit: ModuleType)
 
 
 def test_an_index_that_was_tampered_with_ends_the_check(tmp_path: Path) -> None:
-    report = tmp_path / "install.json"
-    report.write_text(json.dumps({"version": "1", "install": [installed(WHEEL, "0" * 64)]}))
-    ended = subprocess.run([sys.executable, SCRIPT, report], capture_output=True, text=True, timeout=60, check=False)
+    (tmp_path / "1.json").write_text(json.dumps({"version": "1", "install": [installed(WHEEL, "0" * 64)]}))
+    ended = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert f"{WHEEL}: sha256 {'0' * 64}, pinned " in ended.stderr
 
 
 def test_without_a_report_it_says_how_to_come_by_one(tmp_path: Path) -> None:
-    asked = [sys.executable, SCRIPT, tmp_path / "no.json"]
+    (tmp_path / "1.json").write_text(json.dumps({"version": "1", "install": [PROJECT]}))
+    asked = [sys.executable, SCRIPT, tmp_path]
     ended = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (
-        2, "There is no report of what was installed; remove .venv and run `make dev`.\n",
+        2, "No report tells of what was installed; remove .venv and run `make dev`.\n",
     )  # fmt: skip
