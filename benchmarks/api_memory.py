@@ -58,7 +58,7 @@ class Growth:
 
     def last_half(self) -> float:
         """MiB that it grew by, by a line through what was seen there."""
-        half = len(self.after) // 2
+        half = min(len(self.after) // 2, len(self.after) - 2)
         after = self.after[half:]
         return linear_regression(after, self.mib[half:]).slope * (after[-1] - after[0])
 

@@ -199,9 +199,11 @@ class _Search:
 
     @cached_property
     def levels(self) -> Levels:
-        """What may be replayed, least first: what the wish says, or one more each time."""
+        """What may be replayed, least first: the wish; the usual where room is unknown; else one more each time."""
         if self.wishes.recompute is not None:
             return (self.wishes.recompute.replayed,)
+        if self.room is None:
+            return (frozenset(cheap(self.step.shape)),)
         return levels(self.step.shape)
 
     # Looking

@@ -13,9 +13,10 @@ from tests.stack import Stack
 
 
 def test_growth_is_told_of_the_last_half_alone() -> None:
-    growth = Growth("server", per=1_000, after=[0, 500, 1000, 1500, 2000], mib=[50.0, 90.0, 100.0, 101.0, 102.0])
-    assert growth.rate() == pytest.approx(2.0)
-    assert growth.row() == "| server | 2,000 | 50 | 100 | 102 | 100.0 to 102.0 | +2.00 for 1,000 |"
+    growth = Growth("server", after=[0, 500, 1000, 1500, 2000], mib=[50.0, 90.0, 100.0, 101.0, 102.0])
+    assert growth.last_half() == pytest.approx(2.0)
+    assert growth.row() == "| server | 2,000 | 50 | 90 | 100 | 101 | 102 | +2.0 |"
+    assert Growth("server", after=[0, 100], mib=[50.0, 53.0]).last_half() == pytest.approx(3.0)
 
 
 def test_what_is_recorded_are_points_of_the_next_job_in_line(tmp_path: Path) -> None:
