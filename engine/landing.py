@@ -18,7 +18,8 @@ from engine.cached import add_wide
 class Landing:
     """The fp32 total of one parameter's gradient, of the parameter's local shape.
 
-    One that `keeps` leaves a gradient that came whole, and alone, as it came: of the total nothing is touched then.
+    One that `keeps` leaves a gradient that came whole, and alone, as it came: of the total nothing is touched then. The
+    first that is not alone ends that for good, for kept ones would then be held beside the total.
     """
 
     def __init__(self, total: Tensor, *, keeps: bool = False) -> None:
@@ -43,7 +44,7 @@ class Landing:
         """The total, for somebody to add to: zero if nothing of this step has come."""
         if self.whole is not None:
             self.total.copy_(self.whole)
-            self.whole = None
+            self.whole, self.keeps = None, False
         elif not self.is_used:
             self.total.zero_()
         self.is_used = True

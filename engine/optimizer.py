@@ -170,8 +170,9 @@ class Optimizer:
         self.weights_N = torch.zeros(size, dtype=dtype, device=mesh.device)
         self.gradients_N = torch.empty(size, dtype=torch.float32, device=mesh.device)
         # What lies behind slots is summed with them.
-        for slot, following in zip(self.slots, [*(slot.start for slot in self.slots[1:]), size], strict=True):
-            self.gradients_N[slot.stop : following].zero_()
+        ends, starts = [0, *(slot.stop for slot in self.slots)], [*(slot.start for slot in self.slots), size]
+        for end, start in zip(ends, starts, strict=True):
+            self.gradients_N[end:start].zero_()
         self.shapes = merged(mesh, {slot.name: list(slot.placement.shape) for slot in self.slots})
         """Global shape of every trainable parameter, of all stages."""
         self._landings = [self._adopt(slot) for slot in self.slots]
@@ -208,13 +209,22 @@ class Optimizer:
                 reduce_scatter_flat(self.gradients_S, self.gradients_N, group=self.group)
             elif self.group is not None:
                 dist.all_reduce(self.gradients_N, group=self.group)
-        return self._norm()
+        norm = self._norm()
+        if not isfinite(norm):
+            # Nobody can use them, and the next ones need their room.
+            self._whole = []
+        return norm
 
     def drop_gradients(self) -> float:
         """Forget the gradients that have come since the last step; the L2 norm of what this rank had of them."""
         self._whole = []
-        arrived = [landing.close() for landing in self._landings if landing.is_used]
-        return float(sum((square_sum(total.view(-1)) for total in arrived), torch.zeros(())).sqrt())
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for landing in self._landings:
+            if landing.is_used:
+                whole = landing.taken()
+                for _, wide_K in widened(landing.total if whole is None else whole):
+                    total += square_sum(wide_K)
+        return float(total.sqrt())
 
     @torch.no_grad()
     def restart(self, weights: Mapping[str, Tensor]) -> None:

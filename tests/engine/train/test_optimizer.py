@@ -1,10 +1,13 @@
 """The flat, sharded AdamW against `torch.optim.AdamW` and `torch.nn.utils.clip_grad_norm_` on whole tensors."""
 
+import weakref
+
 import pytest
 import torch
 from torch.nn import Parameter
 
 from engine.config import Parallel
+from engine.landing import landing_of
 from engine.mesh import alone, build
 from engine.optimizer import WORTH, Optimizer
 from engine.placement import Placement, place, placement_of
@@ -110,7 +113,7 @@ def test_without_a_limit_nothing_is_clipped():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_large_gradient_takes_no_place_in_the_buffer_unless_a_second_one_is_added(dtype):
+def test_a_large_gradient_takes_no_place_in_the_buffer_until_a_second_one_is_added(dtype):
     shapes = {"small": (8, 6), "large": (WORTH // 501 + 1, 501), "behind": (5, 3), "norm": (6,)}
     generator = torch.Generator().manual_seed(1)
     drawn = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
@@ -125,7 +128,7 @@ def test_a_large_gradient_takes_no_place_in_the_buffer_unless_a_second_one_is_ad
         lr=TRAINING.lr, betas=TRAINING.betas, eps=TRAINING.eps, weight_decay=TRAINING.weight_decay,
     )  # fmt: skip
     (large,) = (slot for slot in optimizer.slots if slot.name == "large")
-    for parts in (1, 2, 1):
+    for step, parts in enumerate((1, 2, 1)):
         optimizer.gradients_N[large.start : large.stop] = torch.nan
         for each in theirs.values():
             each.grad = torch.zeros_like(each)
@@ -138,9 +141,30 @@ def test_a_large_gradient_takes_no_place_in_the_buffer_unless_a_second_one_is_ad
         # Torch's own sum of so many squares is off by more.
         assert norm == pytest.approx(sum(each.grad.double().square().sum() for each in theirs.values()).item() ** 0.5)
         torch.nn.utils.clip_grads_with_norm_(theirs.values(), TRAINING.clip, torch.tensor(norm))
-        assert bool(optimizer.gradients_N[large.start : large.stop].isnan().all()) is (parts == 1)
+        assert bool(optimizer.gradients_N[large.start : large.stop].isnan().all()) is (step == 0)
         optimizer.update(lr=TRAINING.lr, norm=norm)
         torchs.step()
     for piece in optimizer.pieces():
         torch.testing.assert_close(piece.tensors["weight"], theirs[piece.parameter].detach(), rtol=1e-6, atol=1e-6)
         assert torch.equal(mine[piece.parameter], piece.tensors["weight"].to(dtype))
+
+
+@pytest.mark.parametrize("worth", [1.0, torch.inf], ids=["dropped", "not finite"])
+def test_a_large_gradient_that_is_of_no_use_is_let_go(worth):
+    kept = place(Parameter(torch.zeros(WORTH)), Placement((WORTH,)))
+    optimizer = Optimizer([("large", kept)], alone(torch.device("cpu")), training=TRAINING, shard=True)
+    gradient = torch.full((WORTH,), worth)
+    came = weakref.ref(gradient)
+    landing_of(kept).add(gradient)
+    del gradient
+    # The square root of the sum of so many ones.
+    norm = WORTH**0.5 if worth == 1 else torch.inf
+    assert (optimizer.drop_gradients() if worth == 1 else optimizer.sum_gradients()) == norm
+    assert came() is None
+
+
+def test_a_rank_with_nothing_to_train_takes_its_steps():
+    optimizer = Optimizer([], alone(torch.device("cpu")), training=TRAINING, shard=True)
+    assert optimizer.sum_gradients() == 0
+    optimizer.update(lr=TRAINING.lr, norm=0.0)
+    assert (optimizer.steps, list(optimizer.pieces())) == (1, [])
