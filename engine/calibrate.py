@@ -176,7 +176,7 @@ def measured_host() -> tuple[Device, Link]:
     attention = {name: [(tokens, attended(tokens, dtype)) for tokens in ROWS] for name, dtype in DTYPES.items()}
     small = LITTLE.model_copy(update={"num_layers": 3})
     one, three = trained(LITTLE, 16, "fp32"), trained(small, 16, "fp32")
-    layer = max(0.0, (three - one) / 2)
+    layer = layer_of(one, three)
     none = dict.fromkeys(DTYPES, float("inf"))
     host = Host(products, attention, none, none, updates=updated(), ends=max(0.0, one - layer))
     device = Device(
@@ -192,6 +192,11 @@ def measured_host() -> tuple[Device, Link]:
         host = at_rate(host, what, {name: passed(device, host, what, shape, name) for name in DTYPES})
         device = replace(device, host=host)
     return device, link or Link(ASSUMED_SHARE * bandwidth, ASSUMED_LATENCY)
+
+
+def layer_of(one: float, three: float) -> float:
+    """Seconds of a layer, by those of a step of one layer and of three."""
+    return max(LEAST_SHARE * one, (three - one) / 2)
 
 
 def widths(dtype: torch.dtype) -> Curve:
@@ -286,9 +291,15 @@ def exchanged() -> Link | None:
             with suppress(ProcessLookupError):
                 os.kill(other, signal.SIGKILL)
             os.waitpid(other, 0)
+    return link_of(small, large)
+
+
+def link_of(small: float, large: float) -> Link | None:
+    """By the seconds of a message of each size; None where the clock trembled more than the bytes took."""
+    if large <= small:
+        return None
     # Each gathers, then scatters: of two ranks each sends half of the bytes, twice.
-    latency = small / 2
-    return Link(MESSAGES[1] / max(large - small, 1e-9), latency)
+    return Link(MESSAGES[1] / max(large - small, LEAST_SHARE * large), small / 2)
 
 
 def _messages(meeting: str, rank: int) -> list[float]:

