@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import time
 from pathlib import Path
 
 AUTOGROUP = Path("/proc/self/autogroup")
+TRIES, BETWEEN_SECONDS = 20, 0.1
+"""The kernel takes one wish in a tenth of a second, whoever's it is; others may be tried again."""
 
 
 def give_way(nice: int) -> None:
@@ -19,6 +21,17 @@ def give_way(nice: int) -> None:
         return
     os.nice(nice)
     if os.getsid(0) == os.getppid():
-        # There may be no such thing here. Where there is, it takes one wish in a tenth of a second.
-        with suppress(OSError):
+        _give_way_together(nice)
+
+
+def _give_way_together(nice: int) -> None:
+    for _ in range(TRIES):
+        try:
             AUTOGROUP.write_text(str(nice))
+        except BlockingIOError:
+            time.sleep(BETWEEN_SECONDS)
+        except OSError:
+            # There is no such thing here.
+            return
+        else:
+            return

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from engine import niceness
 from engine.niceness import AUTOGROUP
 
 RANK = """
@@ -28,3 +29,25 @@ def test_a_rank_gives_way_and_its_session_only_where_that_is_the_launchers_own(a
     assert niceness == min(19, os.nice(0) + 3)
     if AUTOGROUP.exists():
         assert session.split()[-1] == ("3" if alone else "0")
+
+
+class Busy:
+    """An autogroup file whose kernel has just taken somebody else's wish."""
+
+    def __init__(self, refusals):
+        self.refusals, self.taken = refusals, []
+
+    def write_text(self, text):
+        if self.refusals:
+            self.refusals -= 1
+            raise BlockingIOError
+        self.taken.append(text)
+
+
+@pytest.mark.parametrize(("refusals", "taken"), [(2, ["3"]), (niceness.TRIES, [])])
+def test_a_wish_that_comes_too_soon_after_anothers_is_made_again_but_not_for_ever(monkeypatch, refusals, taken):
+    kernel = Busy(refusals)
+    monkeypatch.setattr(niceness, "AUTOGROUP", kernel)
+    monkeypatch.setattr(niceness, "BETWEEN_SECONDS", 0.0)
+    niceness._give_way_together(3)
+    assert (kernel.refusals, kernel.taken) == (0, taken)
