@@ -82,7 +82,7 @@ def test_a_head_that_is_too_large_is_told_how_large_one_may_be(live, key, beginn
 
 
 def test_a_head_that_does_not_come_is_not_waited_for(live, key, monkeypatch):
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 2.0)
     with connected(live) as silent, connected(live) as slow:
         slow.sendall(begun(key, "GET /v1/nodes"))
         for connection in (silent, slow):
