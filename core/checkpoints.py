@@ -43,8 +43,8 @@ def publish(
     """Upload `folder`, then list it, if attempt `fence` still holds the job; InvalidMove otherwise.
 
     Progress is safe from here on: the count of losses starts anew. A later attempt's checkpoint of a step takes the
-    place of an earlier one's. `is_on_the_way` is asked while nothing can be recorded of the job; GoneBackFrom where it
-    says no.
+    place of an earlier one's, unless that was gone back from. `is_on_the_way` is asked while nothing can be recorded of
+    the job; GoneBackFrom where it says no.
     """
     prefix = f"jobs/{job_id}/{fence}/checkpoints/step-{step:08d}"
 
@@ -69,15 +69,15 @@ def publish(
 def _list(
     session: Session, storage: Storage, job: Job, prefix: str, *, step: int, size: int, metrics: Mapping[str, Any]
 ) -> Checkpoint:
-    checkpoint = session.scalars(
-        select(Checkpoint).where(Checkpoint.job_id == job.id, Checkpoint.step == step)
-    ).one_or_none()
+    # One that was gone back from has other weights: it stays as it is until `prune`, for whoever starts from it.
+    is_it = (Checkpoint.job_id == job.id, Checkpoint.step == step, Checkpoint.abandoned.is_(False))
+    checkpoint = session.scalars(select(Checkpoint).where(*is_it)).one_or_none()
     if checkpoint is None:
         checkpoint = Checkpoint(id=new_id("ftckpt"), job_id=job.id, step=step)
         session.add(checkpoint)
     elif checkpoint.storage_prefix != prefix:
         _forget_later(session, storage, checkpoint.storage_prefix)
-    checkpoint.attempt, checkpoint.storage_prefix, checkpoint.abandoned = job.attempt, prefix, False
+    checkpoint.attempt, checkpoint.storage_prefix = job.attempt, prefix
     checkpoint.bytes, checkpoint.metrics = size, dict(metrics)
     checkpoint.created_at = _next_time(session, job.id)
     job.losses = 0

@@ -363,7 +363,8 @@ class Checkpoint(Base):
     """A checkpoint that is whole in storage, published by the attempt that held the job."""
 
     __tablename__ = "checkpoints"
-    __table_args__ = (UniqueConstraint("job_id", "step"),)
+    # A step that was gone back from may come again, and whoever starts from the earlier one keeps its weights.
+    __table_args__ = (Index("checkpoints_by_step", "job_id", "step", unique=True, **_where("NOT abandoned")),)
 
     id: Mapped[str] = mapped_column(Id, primary_key=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), index=True)

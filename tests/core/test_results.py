@@ -214,6 +214,24 @@ def test_a_run_that_went_back_and_died_starts_from_none_that_it_had_left_behind(
         assert {found.step for found in checkpoints.page(session, job).data} == {20, 10}
 
 
+def test_a_step_that_comes_again_after_going_back_changes_nothing_for_who_starts_from_the_earlier_one(
+    services: Services, tmp_path: Path
+) -> None:
+    job = running(services)
+    first = checkpoints.publish(services, job.id, fence=1, step=20, folder=saved(tmp_path / "1", "first"), metrics={})
+    with services.db.session() as session:
+        make.job(session, base_model=first.id)
+        jobs.record(session, job.id, fence=1, events=[RolledBack(seq=7, step=10, from_step=24, rows=70)])
+    anew = checkpoints.publish(services, job.id, fence=1, step=20, folder=saved(tmp_path / "2", "anew"), metrics={})
+    checkpoints.prune(services, job.id, keep=1)
+    with services.db.reading() as session:
+        assert [found.id for found in checkpoints.newest_first(session, job.id)] == [anew.id]
+        assert [found.id for found in checkpoints.page(session, job).data] == [anew.id, first.id]
+    for checkpoint, weights in ((first, "first"), (anew, "anew")):
+        checkpoints.stage(services.storage, checkpoint, tmp_path / checkpoint.id)
+        assert (tmp_path / checkpoint.id / "weights.bin").read_text() == weights
+
+
 def test_one_that_was_gone_back_from_and_that_others_start_from_is_kept_and_not_gone_on_from(
     services: Services, tmp_path: Path
 ) -> None:

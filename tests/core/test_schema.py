@@ -35,7 +35,7 @@ from sqlalchemy import (
 from core import jobs, metrics, outbox, schema
 from core.db import Database, open_engine
 from core.keys import Account
-from core.models import Base, Metric, MetricChunk, Model, database_now
+from core.models import Base, Checkpoint, CheckpointPermission, Metric, MetricChunk, Model, database_now
 from core.points import POINTS
 from core.states import JobState
 from tests import make
@@ -45,6 +45,8 @@ BEFORE_CHUNKS = "0006"
 """The revision before points were packed."""
 BEFORE_LABELS = "0015"
 """The one before labels had rows of their own."""
+BEFORE_STEPS_CAME_AGAIN = "0020"
+"""The one before a step could have two checkpoints."""
 
 
 @pytest.fixture
@@ -229,6 +231,25 @@ def test_jobs_that_were_there_are_found_by_their_labels_after_the_migration(
     with database.reading() as session:
         assert [job.id for job in jobs.page(session, owner, labels=labels).data] == [found]
         assert [job.id for job in jobs.page(session, owner, unlabelled=True).data] == [bare]
+
+
+def test_of_checkpoints_of_one_step_the_one_that_was_not_gone_back_from_outlives_going_down(
+    database: Database, database_url: str
+) -> None:
+    with database.session() as session:
+        job, other = make.job(session), make.project(session).id
+        old, _, newer, sound = (
+            make.checkpoint(session, job, step, abandoned=abandoned, created_at=at)
+            for step, abandoned, at in ((1, True, 1.0), (2, True, 1.0), (2, True, 2.0), (1, False, 2.0))
+        )
+        for shared in (old, sound):
+            session.add(CheckpointPermission(id=f"for-{shared.id}", checkpoint_id=shared.id, project_id=other))
+        kept, permission = {sound.id, newer.id}, f"for-{sound.id}"
+    schema.downgrade(database_url, BEFORE_STEPS_CAME_AGAIN)
+    schema.upgrade(database_url)
+    with database.reading() as session:
+        assert set(session.scalars(select(Checkpoint.id))) == kept
+        assert session.scalars(select(CheckpointPermission.id)).all() == [permission]
 
 
 def test_an_empty_database_is_not_current_until_it_is_migrated(empty_url: str) -> None:
