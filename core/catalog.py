@@ -88,7 +88,13 @@ def usable(session: Session, model: Model) -> Model:
     """The model, whose files are all there; NotReady for one that is still to come from a hub, or never came."""
     if not model.source.startswith(HUB):
         return model
-    download = session.get_one(HubDownload, model.key)
+    download = session.get(HubDownload, model.key)
+    if download is None:
+        raise NotFound(f"The model {model.id!r} was just deleted.", param="model")
+    if download.status == "ready":
+        # It has come since the model was read.
+        session.refresh(model)
+        return model
     if download.status == "failed":
         raise NotReady(
             f"{model.id} could not be fetched from {model.source}: {download.reason}. Delete it and register it again "

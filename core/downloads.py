@@ -30,8 +30,8 @@ from engine import families
 from engine.config import ModelShape
 from engine.inventory import INDEX, SINGLE
 
-WAITS = (5.0, 30.0, 120.0, 600.0, 1800.0)
-"""Seconds after each failure in a row that brought nothing; then it is given up."""
+WAITS = (5.0, 30.0, 120.0, 600.0, *[1800.0] * 48)
+"""Seconds after each failure in a row that brought nothing; then, after a day, it is given up with what came of it."""
 HELD_SECONDS = 90.0
 """How long a download is one process's that says nothing: longer than a hub may be silent."""
 ORPHANED_AFTER = timedelta(hours=1)
@@ -250,9 +250,11 @@ def let_go(session: Session, errand: Errand) -> None:
 def arrived(session: Session, errand: Errand) -> bool:
     """It is in storage: from now on jobs may start from it."""
     total = sum(file.bytes or 0 for file in errand.files)
-    if not _settle(session, errand, status="ready", due_at=None, reason=None, done_bytes=total):
+    # The model first, as whoever deletes it does.
+    model = session.scalars(select(Model).where(Model.key == errand.key).with_for_update()).one_or_none()
+    if model is None or not _settle(session, errand, status="ready", due_at=None, reason=None, done_bytes=total):
         return False
-    session.get_one(Model, errand.key).source = f"storage:{prefix_of(errand.key)}"
+    model.source = f"storage:{prefix_of(errand.key)}"
     session.flush()
     return True
 
@@ -307,6 +309,9 @@ def sweep(db: Database, storage: Storage, *, age: timedelta = ORPHANED_AFTER) ->
 
 
 def _there(session: Session, keys: Sequence[str]) -> set[str]:
-    """Those of these models that are ready, or still to come: what a failed one stored is of no use."""
-    kept = select(HubDownload.model_key).where(HubDownload.model_key.in_(keys), HubDownload.status != "failed")
-    return set(session.scalars(kept))
+    """Those of these models that are ready, or still to come: what a failed one stored is of no use.
+
+    By the models' own rows, as those of downloads are gone where a schema before them was gone back to meanwhile.
+    """
+    failed_ones = select(HubDownload.model_key).where(HubDownload.status == "failed")
+    return set(session.scalars(select(Model.key).where(Model.key.in_(keys), Model.key.not_in(failed_ones))))

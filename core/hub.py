@@ -169,6 +169,9 @@ class Hub:
                 )
                 location = _header(answer, b"location")
                 if answer.status not in _REDIRECTS or location is None:
+                    if answer.status >= 400 and not self._is_home(parts):
+                        # The hub knows what is there; another host's word is for now.
+                        raise UnreachableError(f"{parts.netloc}, where it leads, answered {answer.status}")
                     yield answer
                     return
                 url = urljoin(url, location.decode("latin-1"))

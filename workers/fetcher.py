@@ -50,9 +50,9 @@ class Fetcher:
 
     def look(self, orders: Orders) -> None:
         """Bring the base that has waited longest, if any waits."""
+        self.tidy()
         if self.services.settings.hf_hub_offline:
             return
-        self.tidy()
         with self.services.db.session() as session:
             errand = downloads.take(session)
         if errand is not None:

@@ -35,4 +35,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    # What was still to come is understood by nobody then.
+    op.execute("DELETE FROM models WHERE source LIKE 'hf://%'")
     op.drop_table("hub_downloads")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from sqlalchemy import update
 
-from core import catalog, downloads
+from core import catalog, downloads, schema
 from core.db import Database
 from core.errors import NotReady
 from core.hub import HubFile, Repo
 from core.keys import Account
 from core.models import HubDownload, Model
+from core.storage import Storage
 from tests import make
 
 FILE = HubFile("model.safetensors", 10, sha256="0" * 64)
@@ -59,6 +61,25 @@ def test_each_is_taken_once_until_its_hold_is_over_and_who_lost_it_says_nothing_
         assert (row.status, row.done_bytes, row.due_at, model.source) == ("ready", 10, None, f"storage:hub/{again.key}")
         assert catalog.usable(session, model) is model
         assert downloads.wanted(session) == keys - {again.key}
+
+
+def test_a_base_that_came_outlives_going_back_to_before_there_were_hubs(
+    database: Database, database_url: str, owner: Account, storage: Storage
+) -> None:
+    key = begin(database, owner)
+    with database.session() as session:
+        errand = downloads.take(session)
+        assert errand is not None
+        assert downloads.arrived(session, errand)
+    stored = f"{downloads.prefix_of(key)}/config.json"
+    storage.put_bytes(stored, b"{}")
+    schema.downgrade(database_url, "0018")
+    schema.upgrade(database_url)
+    assert downloads.sweep(database, storage, age=timedelta(0)) == []
+    with database.reading() as session:
+        model = session.get_one(Model, key)
+        assert catalog.usable(session, model) is model
+    assert [found.key for found in storage.list(downloads.PREFIX)] == [stored]
 
 
 def test_failures_without_a_byte_more_end_it_and_a_byte_more_begins_their_count_anew(
