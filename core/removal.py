@@ -20,7 +20,7 @@ def remove(session: Session, storage: Storage, owner: Account, job_id: str, *, f
     """Remove a job of the owner's; InUse before it has ended, and while anything that came of it is needed.
 
     What it used of the slots stays counted. `force` takes away what would stay for others: checkpoints that another
-    project may use, or that are the base of adapters which were not made models of.
+    project may use or has trained on, or that adapters of this one are on which no models were made of.
     """
     # The job first, as whoever retries it or gives its result a name does.
     job = jobs.own_locked(session, owner, job_id)
@@ -37,7 +37,20 @@ def remove(session: Session, storage: Storage, owner: Account, job_id: str, *, f
             and_(Job.project_id == job.project_id, Job.base_model.in_([model.id for model in models])),
         ),
     )
-    catalog.check_unneeded(session, on_it, "what this job made", force=force, param="job_id")
+    ours = on_it.where(Job.project_id == job.project_id)
+    catalog.check_unneeded(session, ours, "what this job made", force=force, param="job_id")
+    # Of another project's no more is told than that they are there.
+    others = on_it.where(Job.project_id != job.project_id).limit(1)
+    if session.scalars(others.where(Job.state.not_in(TERMINAL))).first():
+        raise InUse(
+            "Another project trains on a checkpoint of this job; delete it once that has ended.", param="job_id"
+        )
+    if not force and session.scalars(others).first():
+        raise InUse(
+            "Another project trained on a checkpoint of this job, and may need it. Keep it, or delete it all the same "
+            "with `force=true`.",
+            param="job_id",
+        )
     shared = select(CheckpointPermission.checkpoint_id).where(CheckpointPermission.checkpoint_id.in_(checkpoints))
     if not force and (checkpoint := session.scalars(shared.limit(1)).first()):
         raise InUse(

@@ -118,6 +118,27 @@ def test_a_job_stays_while_an_adapter_stands_on_its_checkpoint(services: Service
     remove(services, job_id)
 
 
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.SUCCEEDED])
+def test_of_a_job_of_another_project_that_stands_on_it_no_more_is_told_than_that(
+    services: Services, state: JobState
+) -> None:
+    job_id = job(services)
+    with services.db.session() as session:
+        base = make.checkpoint(session, session.get_one(Job, job_id), 2).id
+        other = make.project(session).id
+        make.node(session, num_slots=1)
+        theirs = make.job(session, state=state, project_id=other, base_model=base, kind="finetune").id
+        make.model(session, "theirs", project_id=other, job_id=theirs, source=f"adapter:{theirs}:x")
+    with pytest.raises(InUse, match="Another project") as refused:
+        remove(services, job_id)
+    assert theirs not in refused.value.message
+    if state is JobState.RUNNING:
+        with pytest.raises(InUse, match="once that has ended"):
+            remove(services, job_id, force=True)
+    else:
+        remove(services, job_id, force=True)
+
+
 def test_a_checkpoint_that_another_project_may_use_goes_by_force_alone(services: Services) -> None:
     job_id = job(services)
     with services.db.session() as session:
