@@ -23,8 +23,11 @@ from typing import Self
 DEADLINE_SECONDS = 60.0
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\x1b\][^\x07]*\x07")
 """What moves the cursor and chooses colours."""
-LEADS = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
-"""Makes the terminal the program's own, so that Ctrl-C reaches it."""
+LEADS = (
+    "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""Makes the terminal the program's own, so that Ctrl-C reaches it, also where the tests run in a shell's background."""
 
 
 class Terminal:
