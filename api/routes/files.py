@@ -29,6 +29,7 @@ from core.errors import (
     InvalidModel,
     InvalidRequest,
     NotFound,
+    NotReady,
     QuotaExceeded,
     Unavailable,
 )
@@ -240,7 +241,7 @@ class PreviewAsk(Described):
     """What the job would do with an example longer than a row."""
 
 
-@router.post("/{file_id}/preview", responses=errors(NotFound, InvalidModel, Unavailable))
+@router.post("/{file_id}/preview", responses=errors(NotFound, InvalidModel, NotReady, Unavailable))
 async def preview(
     file_id: FileId, ask: PreviewAsk, request: Request, owner: OwnerDep, services: ServicesDep
 ) -> PreviewOut:

@@ -46,6 +46,7 @@ from core.errors import (
     InvalidRequest,
     InvalidSpec,
     NotFound,
+    NotReady,
     QuotaExceeded,
 )
 from core.keys import Account
@@ -87,7 +88,7 @@ def shown_all(session: Session, found: Sequence[Job]) -> list[FineTuningJobOut]:
     return [FineTuningJobOut.of(job, now=now, result_file=files.get(job.id)) for job in found]
 
 
-@router.post("/jobs", responses=errors(InvalidSpec, InvalidModel, NotFound, Forbidden, QuotaExceeded))
+@router.post("/jobs", responses=errors(InvalidSpec, InvalidModel, NotFound, NotReady, Forbidden, QuotaExceeded))
 @few_at_once
 def create(
     ask: FineTuneAsk,
