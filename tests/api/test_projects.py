@@ -120,7 +120,8 @@ def test_each_change_is_written_down_with_who_and_where_and_never_a_secret(live,
     assert listed[3]["request_id"] == cancelled.headers["x-request-id"]
     assert listed[3]["actor"]["project"] == project["id"]
     assert listed[3]["actor"]["address"] == "127.0.0.1"
-    assert key["secret"].split("_")[2] not in str(listed)
+    # The last part may have underscores of its own.
+    assert key["secret"].split("_", 2)[2] not in str(listed)
 
     # The project sees the same, but of the organisation's admin no key and no address.
     assert own[:6] == listed[:6]

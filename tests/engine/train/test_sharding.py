@@ -371,8 +371,9 @@ def bytes_held(case: Case) -> Held:
     between_steps = living()
     with torch.no_grad():
         model.loss(rows(0, first=0, count=2))
-    looking = living()
+    # The groups' threads may still hold what the last gathering brought: with the groups they end.
     model.mesh.close()
+    looking = living()
     gc.unfreeze()
     return Held(numbers, between_steps, looking - between_steps)
 
