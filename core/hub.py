@@ -36,6 +36,8 @@ _BLOB = re.compile(r"[0-9a-f]{40}")
 _URL = re.compile(r"[\x21-\x7e]+")
 _RANGE = re.compile(rb"bytes (\d+)-\d+/(?:\d+|\*)")
 _REDIRECTS = {301, 302, 303, 307, 308}
+_BEYOND = 416
+"""What is asked of a part that begins behind the end."""
 _USUAL_PORTS = {"http": 80, "https": 443}
 
 
@@ -133,7 +135,12 @@ class Hub:
     def opened(self, name: str, commit: str, path: str, *, start: int, seconds: float) -> Iterator[Answer]:
         """The bytes of a file from `start` on, or from its beginning where the hub does not go into it."""
         deadline, sent = Deadline(seconds, silence=SILENCE_SECONDS), {"range": f"bytes={start}-"} if start else {}
-        with self._get(_resolved(name, commit, path), deadline, SILENCE_SECONDS, sent) as answer:
+        with ExitStack() as stack:
+            answer = stack.enter_context(self._get(_resolved(name, commit, path), deadline, SILENCE_SECONDS, sent))
+            if answer.status == _BEYOND and sent:
+                # Less lies there than has come; what that is, its hash will tell.
+                stack.close()
+                answer = stack.enter_context(self._get(_resolved(name, commit, path), deadline, SILENCE_SECONDS, {}))
             self._check(answer, about=f"hf://{name}@{commit}/{path}")
             found = _RANGE.fullmatch(_header(answer, b"content-range") or b"") if answer.status == 206 else None
             yield Answer(int(found[1]) if found else 0, answer.iter_stream())
@@ -152,11 +159,16 @@ class Hub:
     def _get(
         self, path: str, deadline: Deadline, seconds: float, headers: dict[str, str]
     ) -> Iterator[httpcore.Response]:
-        """What is answered in the end."""
-        url = self._endpoint + path
+        """What is answered in the end.
+
+        The hub knows what is there, so where it leads nowhere it is Refused; another host's word is for now.
+        """
+        parts = self._home
+        url, abroad = self._endpoint + path, False
         with answered(seconds), ExitStack() as stack:
             for _ in range(HOPS + 1):
-                parts = self._checked(url)
+                parts = self._checked(url, by=parts)
+                abroad = abroad or not self._is_home(parts)
                 networks = EVERYWHERE if parts.hostname == self._home.hostname else self._networks
                 # Compressed, a part would not be a part of the file.
                 sent = {"accept-encoding": "identity", "user-agent": "trainshed", **headers}
@@ -169,27 +181,34 @@ class Hub:
                 )
                 location = _header(answer, b"location")
                 if answer.status not in _REDIRECTS or location is None:
-                    if answer.status >= 400 and not self._is_home(parts):
-                        # The hub knows what is there; another host's word is for now.
+                    usable = {200, 206, _BEYOND} if "range" in headers else {200}
+                    if answer.status not in usable and not self._is_home(parts):
                         raise UnreachableError(f"{parts.netloc}, where it leads, answered {answer.status}")
                     yield answer
                     return
-                url = urljoin(url, location.decode("latin-1"))
+                url = _joined(url, location)
                 stack.close()
-        raise Refused(f"{self.host} redirects more than {HOPS} times")
+        words = f"redirects more than {HOPS} times"
+        raise UnreachableError(f"it {words}") if abroad else self._astray(words, by=self._home)
 
-    def _checked(self, url: str) -> SplitResult:
-        """The parts of a URL that may be asked for: the hub's own, or one under TLS."""
+    def _astray(self, words: str, *, by: SplitResult) -> Refused | UnreachableError:
+        """What a redirect is that nobody follows, `by` whom."""
+        if self._is_home(by):
+            return Refused(f"{self.host} {words}; is HF_ENDPOINT right?")
+        return UnreachableError(f"{by.netloc}, where it leads, {words}")
+
+    def _checked(self, url: str, *, by: SplitResult) -> SplitResult:
+        """The parts of a URL that may be asked for, to which `by` leads: the hub's own, or one under TLS."""
         try:
             parts = urlsplit(url)
             usable = _URL.fullmatch(url) and parts.hostname and parts.port != 0 and "@" not in parts.netloc
         except ValueError:
             usable = False
         if not usable:
-            raise Refused(f"{self.host} redirects to what is no URL")
+            raise self._astray("redirects to what is no URL", by=by)
         if parts.scheme != "https" and not self._is_home(parts):
             # Its query may hold a signature, so no more of it is told than where it leads.
-            raise Refused(f"{self.host} redirects to {parts.scheme}://{parts.netloc}, which is not https")
+            raise self._astray(f"redirects to {parts.scheme}://{parts.netloc}, which is not https", by=by)
         return parts
 
     def _is_home(self, parts: SplitResult) -> bool:
@@ -202,10 +221,11 @@ class Hub:
         if status in {401, 403}:
             raise Refused(
                 f"{self.host} answers {status} for {about}: it is not there, or is private or gated. Whoever runs this "
-                "server can set HF_TOKEN, which is used for what an admin of the organisation registers"
+                "server can set HF_TOKEN to the token of an account that may read it, and that has accepted its terms "
+                "where it is gated; it is used for what an admin of the organisation registers"
             )
         if status in {404, 410}:
-            raise Refused(f"{self.host} has no {about}")
+            raise Refused(f"{self.host} has no {about}; look at its name and revision there")
         if status in {408, 425, 429} or status >= 500:
             raise UnreachableError(f"it answered {status}")
         raise Refused(f"{self.host} answers {status} for {about}")
@@ -223,6 +243,14 @@ def _file(said: Any) -> HubFile:
     blob = blob if sha256 is None and isinstance(blob, str) and _BLOB.fullmatch(blob) else None
     known = type(size) is int and size >= 0 and (sha256 or (blob and not large))
     return HubFile(str(said["rfilename"]), size if known else None, sha256, blob)
+
+
+def _joined(url: str, location: bytes) -> str:
+    """Where a redirect leads; nothing where that is no URL."""
+    try:
+        return urljoin(url, location.decode("latin-1"))
+    except ValueError:
+        return ""
 
 
 def _header(answer: httpcore.Response, name: bytes) -> bytes | None:

@@ -18,7 +18,7 @@ from engine.inventory import INDEX
 from tests.core.test_catalog import CONFIG, WHOLE
 from tests.fakes.hub import COMMIT, FakeHub
 from tests.fakes.hub import hub as hub_of
-from tests.fakes.receiver import receiving
+from tests.fakes.receiver import Receiver, receiving
 from tests.make import tokenizer, weights
 
 HERE = (ip_network("127.0.0.0/8"), ip_network("::1/128"))
@@ -145,20 +145,24 @@ def test_the_token_goes_to_the_hub(fake: FakeHub) -> None:
     assert downloads.look(Hub(fake.url, token="hf_secret"), WANTED, most_bytes=GIB).repo.commit == COMMIT
 
 
-def test_the_token_does_not_go_along_to_where_the_hub_redirects(
-    fake: FakeHub, certificate: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def elsewhere(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    """Another host, under TLS, that a hub may lead to."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     monkeypatch.setattr(hub, "ssl_context", lambda: ssl.create_default_context(cafile=str(certificate)))
     with receiving(context) as elsewhere:
-        fake.token, fake.location = "hf_secret", elsewhere.url + "?signature=1"
-        with (
-            pytest.raises(Refused, match="answers 204"),
-            Hub(fake.url, token="hf_secret", networks=HERE).opened("org/tiny", COMMIT, WEIGHTS, start=5, seconds=10),
-        ):
-            pass
-        message = elsewhere.next()
+        yield elsewhere
+
+
+def test_the_token_does_not_go_along_to_where_the_hub_redirects(fake: FakeHub, elsewhere: Receiver) -> None:
+    fake.token, fake.location = "hf_secret", elsewhere.url + "?signature=1"
+    with (
+        pytest.raises(UnreachableError, match="where it leads, answered 204"),
+        Hub(fake.url, token="hf_secret", networks=HERE).opened("org/tiny", COMMIT, WEIGHTS, start=5, seconds=10),
+    ):
+        pass
+    message = elsewhere.next()
     assert (message.path, message.headers["range"]) == ("/hook?signature=1", "bytes=5-")
     assert "hf_secret" not in str(message.headers)
     assert fake.of("/resolve/")[0].headers["authorization"] == "Bearer hf_secret"
@@ -173,6 +177,7 @@ def test_the_token_does_not_go_along_to_where_the_hub_redirects(
         pytest.param("file:///etc/passwd", "no URL", id="a file"),
         pytest.param("https://user:secret@example.com/", "no URL", id="with a password"),
         pytest.param("https://exämple.com/", "no URL", id="no ASCII"),
+        pytest.param("https://[", "no URL", id="half an address"),
     ],
 )
 def test_a_redirect_leads_to_https_alone(fake: FakeHub, location: str, words: str) -> None:
@@ -188,10 +193,36 @@ def test_a_redirect_leads_to_https_alone(fake: FakeHub, location: str, words: st
 def test_a_redirect_without_end_ends(fake: FakeHub) -> None:
     fake.location = f"{fake.url}/org/tiny/resolve/{COMMIT}/{WEIGHTS}"
     with (
-        pytest.raises(Refused, match="more than 5 times"),
+        pytest.raises(Refused, match=r"more than 5 times; is HF_ENDPOINT right\?"),
         Hub(fake.url).opened("org/tiny", COMMIT, WEIGHTS, start=0, seconds=10),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("status", "location", "words"),
+    [
+        pytest.param(401, None, "answered 401", id="a signature that it does not know"),
+        pytest.param(403, None, "answered 403", id="one that ran out"),
+        pytest.param(404, None, "answered 404", id="nothing there"),
+        pytest.param(416, None, "answered 416", id="no part, though none was asked for"),
+        pytest.param(503, None, "answered 503", id="an outage"),
+        pytest.param(302, "http://example.com/x?signature=secret", "redirects to http://example.com, which", id="http"),
+        pytest.param(302, "https://[", "redirects to what is no URL", id="no URL"),
+        pytest.param(302, "/hook", "redirects more than 5 times", id="without end"),
+    ],
+)
+def test_what_goes_wrong_where_the_hub_leads_may_be_over_next_time(
+    fake: FakeHub, elsewhere: Receiver, status: int, location: str | None, words: str
+) -> None:
+    """The hub leads elsewhere then, or by another signature."""
+    fake.location, elsewhere.location, elsewhere.answers = elsewhere.url, location, [status] * 9
+    with (
+        pytest.raises(UnreachableError, match=words) as told,
+        Hub(fake.url, networks=HERE).opened("org/tiny", COMMIT, WEIGHTS, start=0, seconds=10),
+    ):
+        pass
+    assert "secret" not in str(told.value)
 
 
 def test_a_hub_that_is_away_or_busy_may_be_asked_again(fake: FakeHub) -> None:

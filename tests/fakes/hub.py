@@ -137,6 +137,8 @@ def hub(name: str, files: Mapping[str, bytes], **options: Any) -> Iterator[FakeH
             content, total = fake.files[path], len(fake.files[path])
             asked = None if fake.whole_only else _RANGE.fullmatch(self.headers["range"] or "")
             first = int(asked[1]) if asked else 0
+            if asked and first >= total:
+                return self.answer(416)
             content = content[first : int(asked[2]) + 1 if asked and asked[2] else None]
             if path == fake.damaged:
                 content = content[:-1] + bytes([content[-1] ^ 1])
