@@ -644,7 +644,7 @@ class DownloadOut(Out):
     """So far."""
     total_bytes: int
     reason: str | None
-    """Why it could not be fetched, or what was in the way last; it is tried again for a while."""
+    """Why it could not be fetched, or what was in the way last; one that is still `downloading` is tried again."""
 
     @classmethod
     def of(cls, download: HubDownload) -> Self:

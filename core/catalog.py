@@ -88,22 +88,25 @@ def usable(session: Session, model: Model) -> Model:
     """The model, whose files are all there; NotReady for one that is still to come from a hub, or never came."""
     if not model.source.startswith(HUB):
         return model
-    download = session.get(HubDownload, model.key)
-    if download is None:
+    # Both as they are now: it may have come since the model was read, or be deleted at this moment.
+    now = {"populate_existing": True}
+    download = session.get(HubDownload, model.key, execution_options=now)
+    if download is not None and download.status == "ready":
+        model_now = session.get(Model, model.key, execution_options=now)
+        if model_now is not None:
+            return model_now
+    if download is None or download.status == "ready":
         raise NotFound(f"The model {model.id!r} was just deleted.", param="model")
-    if download.status == "ready":
-        # It has come since the model was read.
-        session.refresh(model)
-        return model
     if download.status == "failed":
         raise NotReady(
             f"{model.id} could not be fetched from {model.source}: {download.reason}. Delete it and register it again "
             "once that is mended.",
             param="model",
         )
+    in_the_way = f" What was in the way last: {download.reason}." if download.reason else ""
     raise NotReady(
         f"{model.id} is still being fetched from {model.source}, {download.done_bytes:,} of {download.total_bytes:,} "
-        f"bytes so far; it can be used once GET /v1/models/{model.id} says that its status is ready.",
+        f"bytes so far; it can be used once GET /v1/models/{model.id} says that its status is ready.{in_the_way}",
         param="model",
     )
 

@@ -11,10 +11,11 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from core import catalog, quotas
@@ -30,8 +31,11 @@ from engine import families
 from engine.config import ModelShape
 from engine.inventory import INDEX, SINGLE
 
-WAITS = (5.0, 30.0, 120.0, 600.0, *[1800.0] * 48)
-"""Seconds after each failure in a row that brought nothing; then, after a day, it is given up with what came of it."""
+WAITS = (5.0, 30.0, 120.0, 600.0, 1800.0)
+"""Seconds after each failure in a row that brought nothing, and the last of them after every further one."""
+MOST_DAMAGES = 4
+"""Times in a row that what came may be other bytes than the hub described."""
+OFFLINE = "this server asks no hub (HF_HUB_OFFLINE is set)"
 HELD_SECONDS = 90.0
 """How long a download is one process's that says nothing: longer than a hub may be silent."""
 ORPHANED_AFTER = timedelta(hours=1)
@@ -42,6 +46,8 @@ _KINDS = frozenset({".json", ".txt", ".model", ".jinja"})
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack"})
 """Endings of weights that nobody reads here; most can run code when they are read."""
 _NEEDED = ("config.json", "tokenizer.json")
+LONGEST_NAME = 249
+"""Bytes of a file's name: of 255, which file systems take, `.` before it and `.part` behind it while it comes."""
 
 
 # Registering
@@ -64,13 +70,11 @@ def find(settings: Settings, owner: Account, source: str) -> Found:
     """Ask the hub for `hf://org/name@revision`. It takes seconds, so let no transaction be open."""
     owner.require("admin")
     if settings.hf_hub_offline:
-        raise InvalidRequest(
-            "This server asks no hub (HF_HUB_OFFLINE is set): put the model into the models directory.", param="source"
-        )
+        raise InvalidRequest(f"{_sentence(OFFLINE)}: put the model into the models directory.", param="source")
     try:
         wanted = Wanted.parse(source)
     except ValueError as error:
-        raise InvalidRequest(f"{str(error)[0].upper()}{str(error)[1:]}.", param="source") from error
+        raise InvalidRequest(f"{_sentence(str(error))}.", param="source") from error
     hub = Hub.of(settings, for_everyone=owner.manages_organization)
     try:
         return look(hub, wanted, most_bytes=settings.max_model_bytes)
@@ -80,6 +84,10 @@ def find(settings: Settings, owner: Account, source: str) -> Found:
         raise InvalidModel(error.message, param="source") from error
     except UnreachableError as error:
         raise Unavailable(f"The hub {hub.host} can't be asked now: {error}.", param="source") from error
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def look(hub: Hub, wanted: Wanted, *, most_bytes: int) -> Found:
@@ -107,7 +115,7 @@ def look(hub: Hub, wanted: Wanted, *, most_bytes: int) -> Found:
 
 
 def _is_plain(path: str) -> bool:
-    return "/" not in path and catalog.FOLDER.fullmatch(path) is not None
+    return len(path) <= LONGEST_NAME and catalog.FOLDER.fullmatch(path) is not None
 
 
 def _json(hub: Hub, repo: Repo, file: HubFile) -> Any:
@@ -144,6 +152,11 @@ def _weights(hub: Hub, repo: Repo, there: dict[str, HubFile]) -> set[str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidModel(f"{repo.source}/{INDEX} is damaged.") from error
     for path in named:
+        if isinstance(path, str) and len(path) > LONGEST_NAME:
+            raise InvalidModel(
+                f"{repo.source}/{INDEX} names {path[:100]!r}…: a name of {len(path)} characters, and the disk takes "
+                f"{LONGEST_NAME}."
+            )
         if not isinstance(path, str) or path not in there or not path.endswith(".safetensors"):
             raise InvalidModel(f"{repo.source}/{INDEX} names {str(path)[:100]!r}: there is no such file of weights.")
     return named
@@ -225,7 +238,11 @@ def take(session: Session) -> Errand | None:
     taken = session.scalars(
         update(HubDownload)
         .where(HubDownload.model_key == key, due)
-        .values(attempts=HubDownload.attempts + 1, due_at=database_now() + HELD_SECONDS)
+        .values(
+            attempts=HubDownload.attempts + 1,
+            due_at=database_now() + HELD_SECONDS,
+            reason=func.nullif(HubDownload.reason, OFFLINE),
+        )
         .returning(HubDownload)
     ).one_or_none()
     if taken is None:
@@ -259,17 +276,52 @@ def arrived(session: Session, errand: Errand) -> bool:
     return True
 
 
-def failed(session: Session, errand: Errand, reason: str, *, for_good: bool = False) -> bool:
-    """It did not come: it is tried again later, but never `for_good` or after too many times. Whether it will be."""
+class Fault(Enum):
+    """What kind of thing kept a base from coming."""
+
+    PASSING = "passing"
+    """An outage, a full disk: it may be over at any time."""
+    DAMAGE = "damage"
+    """Other bytes came than the hub described. One time it is the line; again and again it is what lies there."""
+    LASTING = "lasting"
+    """Asking again would change nothing."""
+
+
+def wait_after(fault: Fault, *, failures: int, damages: int) -> float | None:
+    """Seconds until the next try, after so many of each in a row; None where there is to be none."""
+    if fault is Fault.LASTING or (fault is Fault.DAMAGE and damages >= MOST_DAMAGES):
+        return None
+    return WAITS[min(failures, len(WAITS)) - 1]
+
+
+def failed(session: Session, errand: Errand, reason: str, fault: Fault = Fault.PASSING) -> bool:
+    """It did not come: it is tried again later, if that may help. Whether it will be."""
     row = session.get(HubDownload, errand.key)
     if row is None or row.attempts != errand.attempt:
         return False
     # What has come meanwhile stays, so that a bad line ends in a whole file.
-    failures = 1 if row.done_bytes > errand.done_bytes else row.failures + 1
-    again = not for_good and failures <= len(WAITS)
-    due_at = database_now() + WAITS[failures - 1] if again else None
-    status = "downloading" if again else "failed"
-    return _settle(session, errand, status=status, reason=reason, failures=failures, due_at=due_at) and again
+    has_more = row.done_bytes > errand.done_bytes
+    failures, damages = 1 if has_more else row.failures + 1, row.damages
+    if fault is Fault.DAMAGE:
+        # An outage in between proves nothing; a file more, since the last ones that were damaged, does.
+        damages = 1 if has_more else damages + 1
+    wait = wait_after(fault, failures=failures, damages=damages)
+    if wait is None and fault is Fault.DAMAGE:
+        reason = f"{reason}, {damages} times in a row"
+    values: dict[str, Any] = {"reason": reason, "failures": failures, "damages": damages}
+    values |= {"status": "failed", "due_at": None} if wait is None else {"due_at": database_now() + wait}
+    return _settle(session, errand, **values) and wait is not None
+
+
+def leave(session: Session) -> None:
+    """Say of what would be fetched now that no hub is asked."""
+    unsaid = HubDownload.reason.is_distinct_from(OFFLINE)
+    session.execute(
+        update(HubDownload)
+        .where(HubDownload.status == "downloading", HubDownload.due_at <= database_now(), unsaid)
+        .values(reason=OFFLINE)
+        .execution_options(synchronize_session=False)
+    )
 
 
 def prefix_of(key: str) -> str:

@@ -443,6 +443,8 @@ class HubDownload(Base):
     """Also the fence: what an earlier attempt has to say is dropped."""
     failures: Mapped[int] = mapped_column(default=0)
     """In a row, without a byte more between."""
+    damages: Mapped[int] = mapped_column(default=0)
+    """How often in a row other bytes came than the hub described, without a whole file more between."""
     due_at: Mapped[float | None] = mapped_column(index=True)
     """When somebody fetches it, or goes on where another has died; None once it is ready or given up."""
 

@@ -1,23 +1,29 @@
-"""Fetch bases from a hub, one at a time: file by file, from where an earlier attempt left off, then into storage."""
+"""Fetch bases from a hub, a few at once: file by file, from where an earlier attempt left off, then into storage."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from threading import Event, Lock, Thread
+from types import TracebackType
+from typing import Self
 
 import structlog
 
 from core import catalog, downloads, space
-from core.downloads import Check, Errand
+from core.downloads import Check, Errand, Fault
 from core.errors import InvalidModel
 from core.hub import Hub, HubFile, Refused
 from core.reach import UnreachableError
 from core.services import Services
 from core.storage import CHUNK_BYTES
+from workers.duties import END_SECONDS
 from workers.orders import Orders
+from workers.outcome import Wish
 
 log = structlog.get_logger(__name__)
 
@@ -25,10 +31,16 @@ LOOK_SECONDS = 2.0
 BEAT_SECONDS = 2.0
 SPARE_BYTES = 256 * 1024**2
 """Of a disk, left to others."""
+AT_ONCE = 3
+"""Bases that one process fetches side by side: a slow one leaves room to others, and few share a line well."""
 
 
 class _NotOursError(Exception):
     """The base was deleted meanwhile, or another process brings it."""
+
+
+class _DamagedError(Exception):
+    """Other bytes came than the hub described; the text says of which file."""
 
 
 class _ToldToEndError(Exception):
@@ -40,8 +52,21 @@ class Fetcher:
 
     def __init__(self, services: Services) -> None:
         self.services = services
+        self._rooms = _Rooms()
 
     def run(self, orders: Orders) -> None:
+        """Until a wish comes, in some threads: the rows decide which base is whose."""
+        others = [Orders() for _ in range(AT_ONCE - 1)]
+        threads = [Thread(target=self._keep_looking, args=(each,), name="fetcher", daemon=True) for each in others]
+        for thread in threads:
+            thread.start()
+        self._keep_looking(orders)
+        for each in others:
+            each.give(Wish.DRAIN)
+        for thread in threads:
+            thread.join(END_SECONDS)
+
+    def _keep_looking(self, orders: Orders) -> None:
         while orders.wait(LOOK_SECONDS) is None:
             try:
                 self.look(orders)
@@ -52,11 +77,20 @@ class Fetcher:
         """Bring the base that has waited longest, if any waits."""
         self.tidy()
         if self.services.settings.hf_hub_offline:
+            self._leave()
             return
         with self.services.db.session() as session:
             errand = downloads.take(session)
         if errand is not None:
             self.bring(errand, orders)
+
+    def _leave(self) -> None:
+        """Let whoever waits for a base know that it does not come."""
+        with self.services.db.reading() as session:
+            wanted = downloads.wanted(session)
+        if wanted:
+            with self.services.db.session() as session:
+                downloads.leave(session)
 
     def tidy(self) -> None:
         """Remove what is left here of bases that came, or that nobody wants any more."""
@@ -72,15 +106,15 @@ class Fetcher:
         """Fetch, look at and store it, and write down what came of it."""
         told, work = {"model": errand.key, "source": errand.source}, self.services.settings.downloads / errand.key
         log.info("base is fetched", attempt=errand.attempt, **told)
-        hold = _Hold(self.services, errand, orders)
+        folder = work / errand.repo.rpartition("/")[2]
+        hold = _Hold(self.services, errand, orders, done=_come(errand, folder))
         hub = Hub.of(self.services.settings, for_everyone=errand.for_everyone)
         try:
-            folder = work / errand.repo.rpartition("/")[2]
-            self._check_room(errand, folder)
-            for file in errand.files:
-                self._fetch(hub, errand, file, folder, hold)
-            catalog.inspect(folder)
-            self._store(errand, folder, hold)
+            with hold, self._rooms.taken(errand, folder, self.services.storage.folder):
+                for file in errand.files:
+                    self._fetch(hub, errand, file, folder, hold)
+                catalog.inspect(folder)
+                self._store(errand, folder, hold)
         except _NotOursError:
             log.info("base is another's now, or was deleted", **told)
             return
@@ -89,12 +123,15 @@ class Fetcher:
                 downloads.let_go(session, errand)
             return
         except Exception as error:  # the attempt's edge: whatever it is, the row says it
-            hold.say()
-            for_good, reason = _why(error)
-            if not isinstance(error, (Refused, InvalidModel, UnreachableError)):
+            if not hold.say():
+                # Others have cleared away what it stumbled over.
+                log.info("base is another's now, or was deleted", **told)
+                return
+            fault, reason = _why(error)
+            if not isinstance(error, (Refused, InvalidModel, UnreachableError, _DamagedError)):
                 log.warning("base not fetched", exc_info=True, **told)
             with self.services.db.session() as session:
-                again = downloads.failed(session, errand, reason, for_good=for_good)
+                again = downloads.failed(session, errand, reason, fault)
             log.info("base did not come", reason=reason, again=again, **told)
             return
         with self.services.db.session() as session:
@@ -103,43 +140,26 @@ class Fetcher:
             shutil.rmtree(work, ignore_errors=True)
             log.info("base is ready", **told)
 
-    def _check_room(self, errand: Errand, folder: Path) -> None:
-        """UnreachableError, as it may be otherwise later, where the disks have too little room for it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        total = sum(file.bytes or 0 for file in errand.files)
-        there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        needed = {folder: max(0, total - there)}
-        stored = self.services.storage.folder
-        if stored is not None:
-            shared = os.stat(stored).st_dev == os.stat(folder).st_dev
-            needed = {folder: needed[folder] + total} if shared else needed | {stored: total}
-        for disk, size in needed.items():
-            if (free := shutil.disk_usage(disk).free) < size + SPARE_BYTES:
-                raise UnreachableError(
-                    f"the disk has {free:,} bytes free, and {size + SPARE_BYTES:,} are needed: free space on it"
-                )
-
     def _fetch(self, hub: Hub, errand: Errand, file: HubFile, folder: Path, hold: _Hold) -> None:
         """Bring one file. It has its name once it is whole, and what it should be."""
         path = folder / file.path
         if path.exists():
             # An earlier attempt, perhaps this process, saw to it.
-            hold.add(file.bytes or 0)
             return
-        part = path.with_name(f".{path.name}.part")
+        part = _part(path)
         check, start = Check(file), 0
         if part.exists() and part.stat().st_size <= (file.bytes or 0):
             for chunk in _chunks(part):
                 check.update(chunk)
-                hold.add(len(chunk))
+                hold.add(0)
                 start += len(chunk)
         else:
             part.unlink(missing_ok=True)
         if start < (file.bytes or 0) or not part.exists():
             check = self._receive(hub, errand, file, part, check, start, hold)
         if not check.is_right:
-            part.unlink()
-            raise UnreachableError(f"{file.path} is not what the hub says it is: its size or hash differs")
+            _discard(part, hold)
+            raise _DamagedError(f"{file.path} is not what the hub says it is: its size or hash differs")
         with part.open("rb") as whole:
             os.fsync(whole.fileno())
         part.replace(path)
@@ -154,7 +174,7 @@ class Fetcher:
                 hold.add(-start)
                 check, start = Check(file), 0
                 if answer.start:
-                    raise UnreachableError(f"{file.path} came from the byte {answer.start}, which nobody asked for")
+                    raise _DamagedError(f"{file.path} came from the byte {answer.start}, which nobody asked for")
             with part.open("ab" if start else "wb") as into:
                 for chunk in answer.chunks:
                     start += len(chunk)
@@ -164,8 +184,8 @@ class Fetcher:
                     check.update(chunk)
                     hold.add(len(chunk))
         if start > (file.bytes or 0):
-            part.unlink()
-            raise UnreachableError(f"{file.path} is longer than the {file.bytes:,} bytes that the hub says")
+            _discard(part, hold)
+            raise _DamagedError(f"{file.path} is longer than the {file.bytes:,} bytes that the hub says")
         return check
 
     def _store(self, errand: Errand, folder: Path, hold: _Hold) -> None:
@@ -175,22 +195,100 @@ class Fetcher:
             self.services.storage.put_stream(key, hold.through(_chunks(folder / file.path)))
 
 
-class _Hold:
-    """Keeps the errand this process's, and tells how far it is, every other second."""
+class _Rooms:
+    """What the bases that come to this process at once still need of its disks, so that all of them get to their end.
 
-    def __init__(self, services: Services, errand: Errand, orders: Orders) -> None:
-        self._services, self._errand, self._orders = services, errand, orders
-        self._done, self._next = 0, monotonic() + BEAT_SECONDS
+    Each looks before it begins whether it fits beside the others: two halves that fill a disk would both stay halves.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._needs: dict[str, _Need] = {}
+
+    @contextmanager
+    def taken(self, errand: Errand, folder: Path, stored: Path | None) -> Iterator[None]:
+        """Make the folder, and keep room. UnreachableError, as it may be otherwise later, where there is too little."""
+        folder.mkdir(parents=True, exist_ok=True)
+        need = _Need.of(errand, folder, stored)
+        with self._lock:
+            for place in filter(None, (folder, stored)):
+                disk, free = os.stat(place).st_dev, shutil.disk_usage(place).free
+                beside = sum(each.on(disk) for each in self._needs.values())
+                needed = need.on(disk) + beside + SPARE_BYTES
+                if free < needed:
+                    shared = ", with what comes beside it" if beside else ""
+                    raise UnreachableError(
+                        f"the disk has {free:,} bytes free, and {needed:,} are needed{shared}: free space on it"
+                    )
+            self._needs[errand.key] = need
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._needs[errand.key]
+
+
+@dataclass(frozen=True)
+class _Need:
+    """What one of them needs."""
+
+    errand: Errand
+    folder: Path
+    here: int
+    """The file system where it is put together, by its number."""
+    there: int | None
+    """That of storage; None where that is no folder."""
+
+    @classmethod
+    def of(cls, errand: Errand, folder: Path, stored: Path | None) -> Self:
+        return cls(errand, folder, os.stat(folder).st_dev, None if stored is None else os.stat(stored).st_dev)
+
+    def on(self, disk: int) -> int:
+        """Bytes that are still to come to a file system."""
+        total = sum(file.bytes or 0 for file in self.errand.files)
+        to_here = total - _come(self.errand, self.folder) if disk == self.here else 0
+        return to_here + (total if disk == self.there else 0)
+
+
+class _Hold:
+    """Keeps the errand this process's and tells how far it is, every other second, in a thread of its own.
+
+    A disk that writes down what it was given, or a storage that puts parts together, may take longer than a hold lasts.
+    """
+
+    def __init__(self, services: Services, errand: Errand, orders: Orders, *, done: int) -> None:
+        """`done` bytes are here already."""
+        self._services, self._errand, self._orders, self._done = services, errand, orders, done
+        self._is_over, self._is_lost = Event(), Event()
+        self._thread = Thread(target=self._keep, name="hold", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # What it says later would take the place of what becomes of the errand.
+        self._is_over.set()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        while not self._is_over.wait(BEAT_SECONDS):
+            try:
+                if not self.say():
+                    self._is_lost.set()
+                    return
+            except Exception:  # the loop's edge: the database may be away, and comes back
+                log.warning("hold not renewed", model=self._errand.key, exc_info=True)
 
     def add(self, size: int) -> None:
         """So many bytes more are here. Raises what ends the attempt."""
         self._done += size
         if self._orders.wait(0) is not None:
             raise _ToldToEndError
-        if monotonic() >= self._next:
-            self._next = monotonic() + BEAT_SECONDS
-            if not self.say():
-                raise _NotOursError
+        if self._is_lost.is_set():
+            raise _NotOursError
 
     def through(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         """`chunks`, while the errand stays ours."""
@@ -204,17 +302,44 @@ class _Hold:
             return downloads.beat(session, self._errand, self._done)
 
 
-def _why(error: Exception) -> tuple[bool, str]:
-    """Whether that is how it stays, and why in words."""
+def _why(error: Exception) -> tuple[Fault, str]:
+    """What kind of thing that is, and why in words."""
     if isinstance(error, UnreachableError):
-        return False, str(error)
+        return Fault.PASSING, str(error)
+    if isinstance(error, _DamagedError):
+        return Fault.DAMAGE, str(error)
     if isinstance(error, Refused):
-        return True, str(error)
+        return Fault.LASTING, str(error)
     if isinstance(error, InvalidModel):
-        return True, error.message.rstrip(".")
+        return Fault.LASTING, error.message.rstrip(".")
     if space.is_full(error):
-        return False, "the server's disk is full: free space on it"
-    return False, f"it failed on our side ({type(error).__name__}); the log of upkeep says more"
+        return Fault.PASSING, "the server's disk is full: free space on it"
+    return Fault.PASSING, f"it failed on our side ({type(error).__name__}); the log of upkeep says more"
+
+
+def _come(errand: Errand, folder: Path) -> int:
+    """Bytes of a base that are in its folder."""
+    return sum(_size(folder / file.path, file.bytes or 0) for file in errand.files)
+
+
+def _size(path: Path, most: int) -> int:
+    """Bytes that are there of a file, whole or begun."""
+    for there in (path, _part(path)):
+        with suppress(OSError):
+            if (size := there.stat().st_size) <= most:
+                return size
+    return 0
+
+
+def _part(path: Path) -> Path:
+    """Where a file is before it is whole."""
+    return path.with_name(f".{path.name}.part")
+
+
+def _discard(part: Path, hold: _Hold) -> None:
+    size = part.stat().st_size
+    part.unlink()
+    hold.add(-size)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

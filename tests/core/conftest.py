@@ -11,7 +11,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from sqlalchemy import text
 
+from core.db import Database
 from core.settings import Settings
 
 
@@ -38,3 +40,10 @@ def certificate(tmp_path: Path) -> Path:
     path = tmp_path / "certificate.pem"
     path.write_bytes(made.public_bytes(serialization.Encoding.PEM) + secret)
     return path
+
+
+def waiting_for_locks(database: Database) -> int:
+    """How many sessions of a PostgreSQL database wait for what another one holds."""
+    query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with database.reading() as session:
+        return int(session.execute(text(query)).scalar_one())

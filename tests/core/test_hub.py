@@ -78,6 +78,18 @@ def test_an_index_says_which_weights_are_wanted(fake: FakeHub) -> None:
     assert wanted == {"a.safetensors", "b.safetensors"}
 
 
+def test_a_name_that_no_disk_takes_while_it_comes_is_refused(fake: FakeHub) -> None:
+    """255 bytes are a name's limit on Linux, and a file has a sign before its name and five behind it on its way."""
+    longest = "w" * (255 - len(".") - len(".part") - len(".safetensors")) + ".safetensors"
+    for name in (longest, f"w{longest}"):
+        fake.files |= {name: b"0", INDEX: json.dumps({"weight_map": {"x": name}}).encode()}
+        if name == longest:
+            assert longest in {file.path for file in look(fake).files}
+            continue
+        with pytest.raises(InvalidModel, match="a name of 250 characters, and the disk takes 249"):
+            look(fake)
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [

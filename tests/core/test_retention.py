@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import delete, select, text, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from core import catalog, checkpoints, events, files, retention, stays
@@ -25,6 +25,7 @@ from core.settings import Settings
 from core.states import JobState
 from core.stays import Stay, over, parse
 from tests import make
+from tests.core.conftest import waiting_for_locks
 
 DAY = 24 * 3600.0
 
@@ -177,14 +178,10 @@ def waits_or_is_done(services: Services, removing: Future[Any]) -> None:
     if services.db.engine.dialect.name == "sqlite":
         # A writer waits for the one before in any case.
         return
-    waiting = text(
-        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-    )
     deadline = time.monotonic() + 30
     while not removing.done() and time.monotonic() < deadline:
-        with services.db.reading() as session:
-            if session.scalar(waiting):
-                return
+        if waiting_for_locks(services.db):
+            return
     assert removing.done()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from sqlalchemy import update
@@ -26,7 +28,7 @@ from tests.core.test_catalog import CONFIG, WHOLE
 from tests.fakes.hub import COMMIT, FakeHub, hub
 from tests.make import tokenizer, weights
 from tests.workers.test_lease import until
-from workers.fetcher import Fetcher
+from workers.fetcher import SPARE_BYTES, Fetcher
 from workers.orders import Orders
 from workers.outcome import Wish
 from workers.staging import stage_model
@@ -144,16 +146,38 @@ def test_what_is_not_what_the_hub_said_is_never_used_and_is_fetched_anew(
     assert row(asking, key).status == "ready"
 
 
-def test_it_is_given_up_after_some_failures_with_the_reason(asking: Services, fake: FakeHub, owner: Account) -> None:
+def test_an_outage_however_long_is_waited_out_and_told_meanwhile(
+    asking: Services, fake: FakeHub, owner: Account
+) -> None:
     key = begin(asking, owner)
-    for left in reversed(range(len(downloads.WAITS) + 1)):
+    for _ in range(2 * len(downloads.WAITS)):
         fake.answers = [503]
         due(asking, key)
         look(asking)
-        assert row(asking, key).status == ("downloading" if left else "failed")
-    with asking.db.reading() as session, pytest.raises(NotReady, match=r"it answered 503\. Delete it"):
+        assert row(asking, key).status == "downloading"
+    with asking.db.reading() as session, pytest.raises(NotReady, match=r"in the way last: it answered 503\."):
         catalog.facts(session, owner, "tiny", models=asking.settings.models)
-    assert row(asking, key).due_at is None
+    due(asking, key)
+    look(asking)
+    assert row(asking, key).status == "ready"
+
+
+def test_what_comes_damaged_again_and_again_is_given_up_soon_with_the_reason(
+    asking: Services, fake: FakeHub, owner: Account
+) -> None:
+    key = begin(asking, owner)
+    fake.damaged = WEIGHTS
+    for left in reversed(range(downloads.MOST_DAMAGES)):
+        due(asking, key)
+        look(asking)
+        found = row(asking, key)
+        assert found.status == ("downloading" if left else "failed")
+        # What was whole stays, and nothing else counts as here.
+        assert found.done_bytes == TOTAL - len(FILES[WEIGHTS])
+    assert len(fake.of(f"/cdn/{WEIGHTS}")) == downloads.MOST_DAMAGES
+    words = rf"{WEIGHTS} is not what the hub says it is: .*, {downloads.MOST_DAMAGES} times in a row\. Delete it"
+    with asking.db.reading() as session, pytest.raises(NotReady, match=words):
+        catalog.facts(session, owner, "tiny", models=asking.settings.models)
 
 
 def test_a_file_that_went_from_the_hub_is_the_end_of_it(asking: Services, fake: FakeHub, owner: Account) -> None:
@@ -278,9 +302,126 @@ def test_a_name_that_is_taken_is_refused(asking: Services, owner: Account) -> No
         begin(asking, owner)
 
 
-def test_a_server_that_was_taken_off_the_net_asks_nothing(asking: Services, fake: FakeHub, owner: Account) -> None:
+def test_a_server_that_was_taken_off_the_net_asks_nothing_and_says_so_until_it_is_back(
+    asking: Services, fake: FakeHub, owner: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = begin(asking, owner)
-    asking.settings = asking.settings.model_copy(update={"hf_hub_offline": True})
-    before = len(fake.asked)
+    monkeypatch.setattr("workers.fetcher.LOOK_SECONDS", 0.02)
+    before, settings = len(fake.asked), asking.settings
+    asking.settings = settings.model_copy(update={"hf_hub_offline": True})
     look(asking)
-    assert (row(asking, key).attempts, len(fake.asked)) == (0, before)
+    found = row(asking, key)
+    assert (found.status, found.attempts, len(fake.asked)) == ("downloading", 0, before)
+    assert "HF_HUB_OFFLINE is set" in (found.reason or "")
+    asking.settings, fake.halt_after = settings, CUT
+    with Running(asking):
+        assert fake.halted.wait(DEADLINE_SECONDS)
+        assert row(asking, key).reason is None
+        fake.go_on.set()
+        until(lambda: row(asking, key).status == "ready")
+
+
+class Running:
+    """A fetcher at work in this process."""
+
+    def __init__(self, services: Services) -> None:
+        self.fetcher, self.orders = Fetcher(services), Orders()
+        self.thread = Thread(target=self.fetcher.run, args=(self.orders,), daemon=True)
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.orders.give(Wish.DRAIN)
+        self.thread.join(DEADLINE_SECONDS)
+
+
+def test_a_base_that_comes_slowly_keeps_no_other_waiting(
+    asking: Services, fake: FakeHub, owner: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.fetcher.LOOK_SECONDS", 0.02)
+    slow, fake.halt_after = begin(asking, owner), CUT
+    with Running(asking):
+        assert fake.halted.wait(DEADLINE_SECONDS)
+        others = [begin(asking, owner, name) for name in ("second", "third")]
+        until(lambda: all(row(asking, key).status == "ready" for key in others))
+        assert row(asking, slow).status == "downloading"
+        fake.go_on.set()
+        until(lambda: row(asking, slow).status == "ready")
+
+
+def test_two_that_fit_alone_and_not_together_come_one_after_the_other(
+    asking: Services, fake: FakeHub, owner: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Storage lies on the same disk, so each needs its size twice.
+    usage = shutil.disk_usage(asking.settings.data_dir)
+    room = 3 * TOTAL + SPARE_BYTES
+    monkeypatch.setattr("workers.fetcher.shutil.disk_usage", lambda _: usage._replace(free=room))
+    begin(asking, owner)
+    with asking.db.session() as session:
+        first = downloads.take(session)
+    second = begin(asking, owner, "second")
+    assert first is not None
+    fake.halt_after, fetcher = CUT, Fetcher(asking)
+    thread = Thread(target=fetcher.bring, args=(first, Orders()), daemon=True)
+    thread.start()
+    assert fake.halted.wait(DEADLINE_SECONDS)
+    fetcher.look(Orders())
+    found = row(asking, second)
+    assert (found.status, found.done_bytes) == ("downloading", 0)
+    assert "needed, with what comes beside it: free space" in (found.reason or "")
+    fake.go_on.set()
+    thread.join(DEADLINE_SECONDS)
+    due(asking, second)
+    fetcher.look(Orders())
+    assert row(asking, second).status == row(asking, first.key).status == "ready"
+
+
+def test_a_base_stays_whose_it_is_while_a_slow_disk_writes_it_down(
+    asking: Services, fake: FakeHub, owner: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.fetcher.BEAT_SECONDS", 0.02)
+    key, waited = begin(asking, owner), []
+
+    def slowly(number: int) -> None:
+        if not waited:
+            waited.append(number)
+            # The hold is over if nobody says more while this goes on.
+            due(asking, key)
+            until(lambda: (row(asking, key).due_at or 0) > 0)
+            Fetcher(asking).look(Orders())
+
+    monkeypatch.setattr("workers.fetcher.os.fsync", slowly)
+    look(asking)
+    assert waited
+    assert (row(asking, key).status, row(asking, key).attempts) == ("ready", 1)
+    assert asked_from(fake) == [None]
+
+
+def test_what_is_here_already_counts_from_the_first_moment_of_another_try(
+    asking: Services, fake: FakeHub, owner: Account
+) -> None:
+    key, fake.cut_after = begin(asking, owner), CUT
+    look(asking)
+    come = TOTAL - len(FILES[WEIGHTS]) + CUT
+    assert row(asking, key).done_bytes == come
+    fake.answers = [503]
+    due(asking, key)
+    look(asking)
+    assert row(asking, key).done_bytes == come
+
+
+def test_more_than_the_hub_has_is_thrown_away_and_fetched_anew(asking: Services, fake: FakeHub, owner: Account) -> None:
+    """A mirror that has changed: what is asked for begins behind its end."""
+    key, fake.cut_after, content = begin(asking, owner), CUT, FILES[WEIGHTS]
+    look(asking)
+    fake.files[WEIGHTS] = content[: CUT - 1]
+    due(asking, key)
+    look(asking)
+    found = row(asking, key)
+    assert (found.status, found.damages) == ("downloading", 1)
+    fake.files[WEIGHTS] = content
+    due(asking, key)
+    look(asking)
+    assert row(asking, key).status == "ready"
+    assert asked_from(fake) == [None, f"bytes={CUT}-", None, None]
