@@ -27,7 +27,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from core import audit, catalog, files, hints, history, labelling, nodes, outbox, paging, projects, quotas, tries
 from core.db import SCHEDULING, directly, inserted, lock
-from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound
+from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound, NotReady
 from core.failures import failure
 from core.files import FileFacts
 from core.keys import Account
@@ -261,7 +261,7 @@ def resume(
     """Queue a paused job again; it goes on from its newest checkpoint, in another `layout` if one is given.
 
     With a layout, `settings` are needed to resolve it, which is done as in `create`. Raises InvalidSpec where it can't
-    be.
+    be, and NotReady where the base that goes by its base's name now is still to come.
     """
     looking = session if reading is None else reading
     laid_out = None
@@ -357,8 +357,8 @@ def _lay_out(session: Session, job: Job, laid_out: _LaidOut) -> None:
 def retry(session: Session, owner: Account, job_id: str, *, settings: Settings, reading: Session | None = None) -> Job:
     """Queue a job again that failed or was cancelled, for a new attempt from its newest checkpoint, if it has one.
 
-    Asking twice is fine. InvalidMove where something that the job needs was deleted meanwhile. What it needs is looked
-    up as in `create`.
+    Asking twice is fine. InvalidMove where something that the job needs was deleted meanwhile, NotReady where its base
+    is still to come. What it needs is looked up as in `create`.
     """
     looking = session if reading is None else reading
     found = get(looking, owner, job_id)
@@ -367,7 +367,7 @@ def retry(session: Session, owner: Account, job_id: str, *, settings: Settings, 
         try:
             needed = _needed(looking, owner, spec, settings)
         except DomainError as error:
-            raise _can_not_be_retried(error) from error
+            raise _not_retried(error) from error
     if reading is not None:
         reading.rollback()
     projects.active(session, owner, owner.project_id)
@@ -382,12 +382,14 @@ def retry(session: Session, owner: Account, job_id: str, *, settings: Settings, 
     try:
         _keep(session, owner, spec, needed, settings)
     except DomainError as error:
-        raise _can_not_be_retried(error) from error
+        raise _not_retried(error) from error
     audit.record(session, owner, "job.retried", job_id)
     return _move(session, job_id, S.QUEUED, [], message="retried", losses=0, retry_at=None)
 
 
-def _can_not_be_retried(why: DomainError) -> InvalidMove:
+def _not_retried(why: DomainError) -> DomainError:
+    if isinstance(why, NotReady):
+        return NotReady(f"The job can't be retried yet: {why.message}")
     return InvalidMove(
         f"The job can't be retried, for what it needs is not there any more: {why.message} Submit a new one."
     )

@@ -110,7 +110,7 @@ def pause(job_id: JobId, owner: SubmitterDep, session: SessionDep) -> JobOut:
     return shown(session, jobs.pause(session, owner, job_id))
 
 
-@router.post("/{job_id}/resume", responses=errors(NotFound, InvalidMove, InvalidSpec, Forbidden))
+@router.post("/{job_id}/resume", responses=errors(NotFound, NotReady, InvalidMove, InvalidSpec, Forbidden))
 def resume(
     job_id: JobId,
     owner: SubmitterDep,

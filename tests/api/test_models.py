@@ -162,6 +162,24 @@ def test_a_base_of_a_hub_is_pinned_at_once_and_fetched_in_the_background(live, o
     assert "hf_secret" not in http.get("/v1/models").text
 
 
+def test_a_job_whose_base_is_fetched_anew_is_retried_once_that_is_there(live, organization, http, fake, request):
+    request.addfinalizer(lambda: live.services.storage.delete_tree("hub"))
+    made = {"id": "hub/again", "source": "hf://org/tiny@v1.0"}
+    organization.post("/v1/models", json=made)
+    Fetcher(live.services).look(Orders())
+    job = driving.submit(http, kind="finetune", model={"base": made["id"]}, tokenizer={"from": "base"})["id"]
+    http.post(f"/v1/jobs/{job}/cancel")
+    organization.delete(f"/v1/models/{made['id']}")
+    assert "not there any more" in envelope(http.post(f"/v1/jobs/{job}/retry"), 409)["message"]
+    organization.post("/v1/models", json=made)
+    refused = envelope(http.post(f"/v1/jobs/{job}/retry"), 409)
+    assert refused["code"] == "model_not_ready"
+    assert refused["message"].startswith("The job can't be retried yet: hub/again is still being fetched")
+    Fetcher(live.services).look(Orders())
+    assert http.post(f"/v1/jobs/{job}/retry").json()["state"] == "queued"
+    http.post(f"/v1/jobs/{job}/cancel")
+
+
 @pytest.mark.parametrize(
     ("source", "status", "words"),
     [

@@ -69,6 +69,11 @@ def test_every_route_under_v1_documents_its_errors_in_the_envelope_and_needs_a_k
             assert "404" in operation["responses"], name
 
 
+@pytest.mark.parametrize("path", ["", "/{job_id}/resume", "/{job_id}/retry"])
+def test_what_makes_a_run_of_a_base_says_that_it_may_not_be_there_yet(page, path):
+    assert "`model_not_ready`" in page["paths"][f"/v1/jobs{path}"]["post"]["responses"]["409"]["description"]
+
+
 def test_every_field_of_a_job_says_what_it_means(page):
     schemas = page["components"]["schemas"]
     for name in [name for name in schemas if name.endswith(("Ask", "Method"))] + ["JobSpec", "TokenizerTraining"]:
