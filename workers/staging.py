@@ -145,7 +145,9 @@ def _part(session: Session, kind: str, where: str) -> Part:
         job_id, prefix = checkpoint.job_id, checkpoint.storage_prefix
     else:
         job_id, _, prefix = where.partition(":")
-    job = session.get_one(Job, job_id)
+    job = session.get(Job, job_id)
+    if job is None:
+        raise Unusable("invalid_model", f"the job {job_id} was deleted, and the {kind} that it made with it")
     run = RunConfig.model_validate(job.run_config)
     return Part(kind, prefix, run, _source(session, job) if run.base is not None else None)
 

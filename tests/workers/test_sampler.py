@@ -169,6 +169,7 @@ def test_a_base_on_this_host_is_linked_and_a_result_is_fetched(services: Service
         session.add(Model(key="base", id="base", source="dir:base", shape={}))
         session.add(Model(key="result", id="result", source="storage:jobs/job-1/1/artifacts/model", shape={}))
         session.add(Model(key="moved", id="moved", source="dir:moved", shape={}))
+        session.add(Model(key="orphan", id="orphan", source="adapter:job-gone:jobs/job-gone/1/artifacts", shape={}))
     bringing = bring(services)
 
     bringing("base", tmp_path / "one")
@@ -180,3 +181,5 @@ def test_a_base_on_this_host_is_linked_and_a_result_is_fetched(services: Service
         bringing("nobody", tmp_path / "three")
     with pytest.raises(Failed, match="'moved' is not in this host's models directory"):
         bringing("moved", tmp_path / "four")
+    with pytest.raises(Failed, match="the job job-gone was deleted, and the adapter that it made with it"):
+        bringing("orphan", tmp_path / "five")
