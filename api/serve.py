@@ -118,6 +118,8 @@ def prepare(settings: Settings) -> str | None:
 
     Raises Refused where the database can't be used as it is.
     """
+    if settings.database_url is None:
+        settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         schema.upgrade(settings.database)
     except OperationalError as error:

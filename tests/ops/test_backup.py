@@ -109,9 +109,7 @@ def test_a_service_that_was_backed_up_while_it_ran_is_there_again_with_its_jobs_
 
 
 def test_a_retention_can_be_tried_at_a_terminal(home: Path) -> None:
-    said = run(
-        "$ mkdir trainshed-data\n$ trainshed migrate\n$ trainshed retention --dry-run --rules logs.age=1d --json", home
-    )
+    said = run("$ trainshed migrate\n$ trainshed retention --dry-run --rules logs.age=1d --json", home)
     told = json.loads(said[said.index("{") :])
     nothing = {"things": 0, "objects": 0, "bytes": 0}
     assert told == {"dry_run": True, "kinds": {"logs": nothing, "leftovers": nothing}}
