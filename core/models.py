@@ -314,6 +314,15 @@ class JobEvent(Base):
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
     seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+class Removal(Base):
+    """A job that was deleted, and of which rows or objects are left for `core.removal` to remove."""
+
+    __tablename__ = "removals"
+
+    job_id: Mapped[str] = mapped_column(Id, primary_key=True)
+    created_at: Mapped[float] = mapped_column(default=database_now())
+
+
     """1, 2, 3, … within the job, across attempts, without holes."""
     attempt: Mapped[int]
     type: Mapped[str] = mapped_column(String(32))
@@ -329,7 +338,8 @@ class Metric(Base):
 
     __tablename__ = "metrics"
 
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    job_id: Mapped[str] = mapped_column(Id, primary_key=True)
+    """No foreign key, here and in `metrics` and `metric_chunks`: millions of rows can't go with their job at once."""
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     value: Mapped[float]
@@ -343,7 +353,7 @@ class MetricChunk(Base):
 
     __tablename__ = "metric_chunks"
 
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    job_id: Mapped[str] = mapped_column(Id, primary_key=True)
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     first_step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     last_step: Mapped[int]
@@ -383,7 +393,7 @@ class Artifact(Base):
 
     __tablename__ = "artifacts"
 
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    job_id: Mapped[str] = mapped_column(Id, primary_key=True)
     path: Mapped[str] = mapped_column(String(512), primary_key=True)
     """Relative, with forward slashes, such as `model/config.json`."""
     kind: Mapped[str] = mapped_column(String(16))

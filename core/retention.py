@@ -150,7 +150,7 @@ def _events(services: Services, stay: Stay, now: float) -> Iterable[Going]:
     texts = func.length(JobEvent.message) + func.length(cast(JobEvent.data, Text))
     may_go = (
         select(JobEvent.job_id, JobEvent.seq, JobEvent.created_at, place.label("place"), texts.label("bytes"))
-        .join(Job)
+        .join(Job, Job.id == JobEvent.job_id)
         # The newest stays in any case: who listens knows by it that there is nothing more.
         .where(Job.state.in_(TERMINAL), JobEvent.type.not_in(KEPT_EVENTS), JobEvent.seq < Job.last_event)
         .subquery()

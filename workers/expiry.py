@@ -1,15 +1,17 @@
-"""Remove what has had its time, rows and content: expired files, what killed uploads left, old messages."""
+"""Remove what has had its time, rows and content: expired files, the rest of deleted jobs, what killed uploads left."""
 
 from __future__ import annotations
 
-from time import monotonic
+from collections import deque
+from time import monotonic, sleep
 
 import structlog
 
-from core import downloads, files, outbox, retention, uploads, visits
+from core import downloads, files, outbox, removal, retention, uploads, visits
 from core.services import Services
 from workers.duties import Duty, keep
 from workers.orders import Orders
+from workers.rest import Rest
 
 log = structlog.get_logger(__name__)
 
@@ -18,6 +20,10 @@ FORGET_SECONDS = 600.0
 RETENTION_SECONDS = 3600.0
 SWEEP_SECONDS = 3600.0
 """All content in storage is listed for it."""
+REMOVE_SECONDS = 2.0
+"""How often the rest of deleted jobs is looked for, and how long it is removed before other duties have a turn."""
+REST_PER_PIECE, LONGEST_REST = 2.0, 0.5
+"""Times as long as a piece took, and seconds at most, nothing is removed: others have to write as well."""
 
 
 class Expiry:
@@ -26,6 +32,7 @@ class Expiry:
     def __init__(self, services: Services) -> None:
         self.services = services
         self.duties = (
+            Duty("finish removals", REMOVE_SECONDS, self.finish_removals),
             Duty("expire files", EXPIRE_SECONDS, self.expire_files),
             Duty("sweep files", SWEEP_SECONDS, self.sweep_files),
             Duty("sweep bases", SWEEP_SECONDS, self.sweep_bases),
@@ -38,6 +45,26 @@ class Expiry:
 
     def run(self, orders: Orders) -> None:
         keep(self.duties, orders)
+
+    def finish_removals(self) -> None:
+        """Remove what is left of deleted jobs, piece by piece, some of each in turn."""
+        until = monotonic() + REMOVE_SECONDS
+        with self.services.db.reading() as session:
+            left = deque(removal.unfinished(session))
+        rest = Rest(times=REST_PER_PIECE, most_seconds=LONGEST_REST)
+        while left and monotonic() < until:
+            job_id = left.popleft()
+            try:
+                with rest.after():
+                    is_all = removal.go_on(self.services, job_id)
+            except Exception:  # whatever storage or database may raise over one job, the others' rest goes
+                log.warning("the rest of a deleted job not removed", job=job_id, exc_info=True)
+                continue
+            if is_all:
+                log.info("the rest of a deleted job removed", job=job_id)
+            else:
+                left.append(job_id)
+            sleep(rest.seconds_left)
 
     def expire_files(self) -> None:
         for id_ in files.expire(self.services.db, self.services.storage):

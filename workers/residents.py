@@ -201,6 +201,17 @@ class Residents:
             resident = self._loaded(model, place, deadline)
             yield from resident.lines(request, deadline=deadline, is_wanted=is_wanted)
 
+    def let_go(self, is_gone: Callable[[str], bool]) -> None:
+        """Forget those that are gone for good, with their files, unless a request is under way: that is the last."""
+        with self._changed:
+            idle = [model for model, place in self._places.items() if not place.users]
+        # Whoever is asked may take long.
+        for model in filter(is_gone, idle):
+            with self._changed:
+                if (place := self._places.get(model)) is not None and not place.users:
+                    self._places.pop(model).clear()
+                    log.info("model let go, as it was deleted", model=model)
+
     def close(self) -> None:
         with self._changed:
             for place in self._places.values():

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from threading import Semaphore
 from time import monotonic
@@ -23,6 +24,7 @@ from core.sampling import ALIVE, ALIVE_SECONDS, ANSWER_SECONDS, REQUESTS, alive,
 from core.services import Services
 from core.settings import Settings
 from workers import staging
+from workers.duties import Duty, beside, keep
 from workers.orders import Orders, obey_signals
 from workers.residents import Failed, Residents
 
@@ -34,6 +36,8 @@ LONGEST_SECONDS = 600.0
 """For a request that does not say when it expires."""
 LISTEN_SECONDS = 1
 REST_SECONDS = 1.0
+LET_GO_SECONDS = 30.0
+"""How often it is looked whether what stays loaded was deleted meanwhile."""
 
 
 class Unwanted(Exception):
@@ -150,6 +154,16 @@ def bring(services: Services) -> Callable[[str, Path], None]:
     return bring
 
 
+def is_gone(services: Services) -> Callable[[str], bool]:
+    """Whether there is no such model, or checkpoint, any more."""
+
+    def is_gone(key: str) -> bool:
+        with services.db.reading() as session:
+            return catalog.source_of(session, key) is None
+
+    return is_gone
+
+
 def connect(settings: Settings) -> redis.Redis:
     """A client that waits as long as `run` listens."""
     return redis.Redis.from_url(settings.redis, socket_timeout=LISTEN_SECONDS + 5, socket_connect_timeout=5)
@@ -166,9 +180,11 @@ def main() -> None:
     with Services(settings) as services, connect(settings) as client:
         residents = Residents(folder, bring(services))
         counter = Counter(client, residents)
+        let_go = Duty("let go", LET_GO_SECONDS, partial(residents.let_go, is_gone(services)))
         log.info("sampler is up")
         try:
-            counter.run(orders)
+            with beside(partial(keep, [let_go]), "let go"):
+                counter.run(orders)
         finally:
             residents.close()
             with suppress(RedisError, OSError):

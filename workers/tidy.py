@@ -1,4 +1,7 @@
-"""What attempts leave on this host's disk, and when it goes: logs to storage first, then the run directory."""
+"""What attempts leave on this host's disk, and when it goes: logs to storage first, then the run directory.
+
+Of a job that was deleted all goes at once.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,19 @@ def starting(folder: Path, attempt: int) -> Path:
 
 
 def tidy_job(services: Services, job_id: str) -> None:
-    """Remove the run directories of this job's attempts that are over. Their logs stay readable."""
+    """Remove the run directories of this job's attempts that are over; their logs stay readable. Of no job, all."""
     folder = services.settings.runs / job_id
     with services.db.reading() as session:
         job = session.get(Job, job_id)
+    if job is None:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+            log.info("folder of a deleted job removed", job=job_id)
+        return
     for attempt in sorted(int(path.name) for path in folder.glob("[0-9]*") if path.is_dir()):
-        if job is None or is_over(job, attempt):
+        if is_over(job, attempt):
             work = run_dir(services.settings, job_id, attempt)
-            if job is not None:
-                joblogs.keep(services.storage, job_id, attempt, work / "logs")
+            joblogs.keep(services.storage, job_id, attempt, work / "logs")
             shutil.rmtree(work)
             # Once it is over, nobody is started for it any more.
             starting(folder, attempt).unlink(missing_ok=True)
@@ -74,11 +81,14 @@ def tidy_host(services: Services) -> None:
     for folder in services.settings.runs.iterdir():
         try:
             tidy_job(services, folder.name)
-            old = time.time() - folder.stat().st_mtime > KEEP_SUPERVISOR_LOG.total_seconds()
-            if old and is_terminal(services, folder.name):
+            if is_old(folder) and is_terminal(services, folder.name):
                 shutil.rmtree(folder)
         except Exception:  # whatever storage, disk or database may raise over one job, the others' folders go
             log.warning("run directories not removed", job=folder.name, exc_info=True)
+
+
+def is_old(folder: Path) -> bool:
+    return folder.is_dir() and time.time() - folder.stat().st_mtime > KEEP_SUPERVISOR_LOG.total_seconds()
 
 
 def is_terminal(services: Services, job_id: str) -> bool:

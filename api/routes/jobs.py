@@ -164,9 +164,10 @@ def delete(
 ) -> DeletedOut:
     """Delete a job that has ended and all that it left: history, numbers, logs, checkpoints, results and its models.
 
-    What another job still needs of it stays, and the job with it: 409 says which. What it used stays counted.
+    What another job still needs of it stays, and the job with it: 409 says which. What it used stays counted. From
+    then on nothing of it is shown; a long history, and what hosts have of it on their disks, go within minutes.
     """
-    removal.remove(session, services.storage, owner, job_id, force=force)
+    removal.remove(session, services, owner, job_id, force=force)
     return DeletedOut(id=job_id, object="job")
 
 

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select
 
-from core import removal, result_files
+from core import events, jobs, metrics, removal, result_files
 from core.db import Database
 from core.errors import InUse, NotFound
 from core.keys import DEFAULT_PROJECT, Account
-from core.models import Artifact, Base, CheckpointPermission, Holding, Job, Metric, new_id
+from core.models import Artifact, Base, CheckpointPermission, Holding, Job, JobEvent, Metric, Removal, new_id
 from core.services import Services
 from core.settings import Settings
 from core.states import TERMINAL, JobState
 from tests import make
+from workers.expiry import Expiry
 
 OWNER = Account(key_id="key-1", project_id=DEFAULT_PROJECT, scopes=frozenset({"read", "submit"}))
 
@@ -34,7 +35,7 @@ def job(services: Services, state: JobState = JobState.SUCCEEDED, **columns: Any
 
 def remove(services: Services, job_id: str, **options: Any) -> None:
     with services.db.session() as session:
-        removal.remove(session, services.storage, OWNER, job_id, **options)
+        removal.remove(session, services, OWNER, job_id, **options)
 
 
 def full(services: Services) -> str:
@@ -78,6 +79,91 @@ def test_nothing_is_left_of_a_job_but_what_it_used_and_who_deleted_it(services: 
     assert [stored.key for stored in services.storage.list("jobs")] == [f"jobs/{kept}/1/r.csv"]
     with services.db.reading() as session:
         assert session.scalars(select(Holding.job_id)).all() == [None]
+
+
+LONG = 40
+"""Events, rows of metrics, and packs of points, of a job with a long history."""
+
+
+def long(services: Services) -> str:
+    job_id = full(services)
+    with services.db.session() as session:
+        for number in range(1, LONG + 1):
+            session.add(JobEvent(job_id=job_id, seq=number + 1, attempt=1, type="log", message="", data={}))
+            session.add(Metric(job_id=job_id, name="lr", step=1000 + number, value=1.0))
+            session.add(metrics.chunk(job_id, "lr", [(number * 2, 1.0), (number * 2 + 1, 2.0)]))
+    return job_id
+
+
+def afterwards(services: Services) -> int:
+    found = rows(services.db)
+    return sum(found[kind.__tablename__] for kind in removal.AFTERWARDS)
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 5, 12, 13])
+def test_a_long_history_goes_piece_by_piece_and_whoever_is_killed_on_the_way_has_another_go_on(
+    services: Services, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    monkeypatch.setattr(removal, "ROWS_AT_ONCE", 10)
+    with services.db.session() as session:
+        make.node(session, num_slots=1)
+    kept, before = job(services), afterwards(services)
+    services.storage.put_bytes(f"jobs/{kept}/1/r.csv", b"{}")
+    gone = long(services)
+    total = afterwards(services) - before
+
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        # As soon as it is committed.
+        patch.setattr(removal, "go_on", killed)
+        with pytest.raises(SystemExit):
+            remove(services, gone)
+    # Of what is there yet, nothing is shown.
+    with services.db.reading() as session:
+        with pytest.raises(NotFound):
+            jobs.get(session, OWNER, gone)
+        assert [one.id for one in jobs.page(session, OWNER).data] == [kept]
+        assert session.scalars(select(Removal.job_id)).all() == [gone]
+    for _ in range(min(pieces, total // 10)):
+        before_piece = afterwards(services)
+        assert not removal.go_on(services, gone)
+        assert before_piece - afterwards(services) == 10
+    if pieces > total // 10:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(services.storage), "delete_tree", killed)
+            with pytest.raises(SystemExit):
+                removal.go_on(services, gone)
+
+    Expiry(services).finish_removals()
+    assert (afterwards(services), rows(services.db)["removals"]) == (before, 0)
+    assert [stored.key for stored in services.storage.list("jobs")] == [f"jobs/{kept}/1/r.csv"]
+    with services.db.reading() as session:
+        assert [event.message for event in events.since(session, kept, 0)] == ["queued"]
+
+
+def test_a_storage_that_does_not_answer_keeps_nobody_from_deleting_and_it_is_tried_again(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = job(services), job(services)
+    for job_id in (first, second):
+        services.storage.put_bytes(f"jobs/{job_id}/1/r.csv", b"{}")
+    real = services.storage.delete_tree
+
+    def away(key: str) -> None:
+        if first in key:
+            raise OSError("away")
+        real(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(services.storage, "delete_tree", away)
+        remove(services, first)
+        remove(services, second)
+        Expiry(services).finish_removals()
+        assert [stored.key for stored in services.storage.list("jobs")] == [f"jobs/{first}/1/r.csv"]
+    Expiry(services).finish_removals()
+    assert not [*services.storage.list("jobs")]
 
 
 @pytest.mark.parametrize("state", sorted(set(JobState) - TERMINAL))

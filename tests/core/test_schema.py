@@ -35,7 +35,17 @@ from sqlalchemy import (
 from core import jobs, metrics, outbox, schema
 from core.db import Database, open_engine
 from core.keys import Account
-from core.models import Base, Checkpoint, CheckpointPermission, Metric, MetricChunk, Model, database_now
+from core.models import (
+    Base,
+    Checkpoint,
+    CheckpointPermission,
+    JobEvent,
+    Metric,
+    MetricChunk,
+    Model,
+    Removal,
+    database_now,
+)
 from core.points import POINTS
 from core.states import JobState
 from tests import make
@@ -47,6 +57,9 @@ BEFORE_LABELS = "0015"
 """The one before labels had rows of their own."""
 BEFORE_STEPS_CAME_AGAIN = "0020"
 """The one before a step could have two checkpoints."""
+
+BEFORE_REMOVALS = "0022"
+"""The one before a job could go before its history."""
 
 
 @pytest.fixture
@@ -97,6 +110,9 @@ AS_IT_MUST_BE: dict[tuple[str, str], Any] = {
 }  # fmt: skip
 """Values that mean something to a migration."""
 
+IDS_OF_JOBS = {(table, "job_id") for table in ("job_events", "metrics", "metric_chunks")}
+"""Columns that name a job without a foreign key: what hangs on none goes on the way down."""
+
 Rows = dict[str, dict[str, Any]]
 """By table, a row of it."""
 
@@ -133,6 +149,8 @@ def write_rows(connection: Connection, found: MetaData, revision: str) -> Rows:
 def value_of(table: Table, column: Column[Any], rows: Rows, revision: str) -> Any:
     if key := next(iter(column.foreign_keys), None):
         return rows[key.column.table.name][key.column.name]
+    if (table.name, column.name) in IDS_OF_JOBS:
+        return f"{revision}éjobs id"
     if (table.name, column.name) in AS_IT_MUST_BE:
         return AS_IT_MUST_BE[table.name, column.name]
     number = int(revision)
@@ -231,6 +249,24 @@ def test_jobs_that_were_there_are_found_by_their_labels_after_the_migration(
     with database.reading() as session:
         assert [job.id for job in jobs.page(session, owner, labels=labels).data] == [found]
         assert [job.id for job in jobs.page(session, owner, unlabelled=True).data] == [bare]
+
+
+def test_what_a_deleted_job_left_goes_on_the_way_down_and_what_another_has_stays(
+    database: Database, database_url: str
+) -> None:
+    with database.session() as session:
+        kept = make.job(session).id
+        for job_id in (kept, "job-gone"):
+            session.add(Metric(job_id=job_id, name="loss", step=1, value=0.5))
+            session.add(JobEvent(job_id=job_id, seq=2, attempt=1, type="log", message="", data={}))
+        session.add(Removal(job_id="job-gone"))
+    schema.downgrade(database_url, BEFORE_REMOVALS)
+    with database.session() as session:
+        for name, rows in (("metrics", 1), ("job_events", 2)):
+            assert session.scalars(text(f"SELECT job_id FROM {name}")).all() == [kept] * rows
+        session.execute(text("DELETE FROM jobs"))
+        assert session.scalar(text("SELECT count(*) FROM job_events")) == 0
+    schema.upgrade(database_url)
 
 
 def test_of_checkpoints_of_one_step_the_one_that_was_not_gone_back_from_outlives_going_down(

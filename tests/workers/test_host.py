@@ -11,6 +11,7 @@ from time import monotonic
 
 import psutil
 import pytest
+from sqlalchemy import delete
 
 from core import joblogs, jobs
 from core.errors import NotFound
@@ -138,6 +139,27 @@ def test_the_run_directory_of_a_living_attempt_stays_and_those_before_it_go(serv
     assert not over.exists()
     assert living.exists()
     assert coming.exists()
+
+
+def test_of_a_deleted_job_a_host_keeps_nothing_and_of_others_all_that_they_need(services: Services) -> None:
+    deleted, ended, living = (place_in_folder(services) for _ in range(3))
+    for job_id in (deleted, ended, living):
+        run_dir_with_log(services, job_id, 1, "x")
+        (services.settings.runs / job_id / "supervisor.log").write_text("x")
+        tidy.starting(services.settings.runs / job_id, 1).touch()
+    with services.db.session() as session:
+        for job_id in (deleted, ended):
+            jobs.move(session, job_id, JobState.FAILED)
+        session.get_one(Job, ended).attempt = 1
+        session.execute(delete(Job).where(Job.id == deleted))
+
+    tidy.tidy_host(services)
+
+    left = sorted(path.relative_to(services.settings.runs).as_posix() for path in services.settings.runs.rglob("*.log"))
+    logs = [f"{ended}/supervisor.log", f"{living}/1/logs/rank-0.log", f"{living}/supervisor.log"]
+    assert left == sorted(logs)
+    assert not (services.settings.runs / deleted).exists()
+    assert not [stored for stored in services.storage.list(f"jobs/{deleted}")]
 
 
 def test_a_folder_that_cannot_be_cleared_away_keeps_no_other(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
@@ -74,6 +75,19 @@ def test_the_model_unused_for_longest_makes_room(residents: Residents) -> None:
     ask(residents, "c", "4")
     assert process_of(ask(residents, "a", "5")) == process_of(a)
     assert process_of(ask(residents, "b", "6")) != process_of(b)
+
+
+def test_a_model_that_was_deleted_is_let_go_with_its_files_once_no_request_is_under_way(
+    residents: Residents, tmp_path: Path
+) -> None:
+    kept, gone = (process_of(ask(residents, model, "r1")) for model in ("kept", "gone"))
+    with closing(residents.lines("gone", {"id": "last", "prompt": "endless"}, deadline=soon())) as lines:
+        next(lines)
+        residents.let_go(lambda model: model == "gone")
+        assert process_of(ask(residents, "gone", "r2")) == gone
+    residents.let_go(lambda model: model == "gone")
+    assert len([*tmp_path.glob("**/model-*")]) == 1
+    assert process_of(ask(residents, "kept", "r3")) == kept
 
 
 def test_a_model_that_answers_is_not_taken_away_and_who_comes_later_waits_for_the_next(residents: Residents) -> None:
