@@ -789,7 +789,8 @@ def _lose(session: Session, job: Job, *, reason: str, max_losses: int, error: Ma
         message=reason,
         losses=losses,
         retry_at=database_now() + wait,
-        queue_reason=f"attempt {job.attempt} was lost: {reason}; tries again {wait:g} s after that",
+        queue_reason=f"attempt {job.attempt} was lost ({losses} in a row without progress, of at most {max_losses}): "
+        f"{reason}; tries again {wait:g} s after that",
     )
 
 

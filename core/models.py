@@ -261,7 +261,7 @@ class Job(Base):
     """The supervisor that claimed this attempt; None before the claim and after the end."""
     lease_expires_at: Mapped[float | None]
     losses: Mapped[int] = mapped_column(default=0)
-    """Attempts lost in a row, to a crash or a dead host, without a new checkpoint between."""
+    """Attempts lost in a row, to a crash or a dead host, without a checkpoint between that came further."""
     retry_at: Mapped[float | None]
     """Not scheduled before this time, after a loss."""
     queued_at: Mapped[float | None]

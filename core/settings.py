@@ -91,7 +91,7 @@ class Settings(BaseSettings):
     transfer_seconds: float = Field(6 * 3600.0, ge=1)
     """How long it may take to bring a job's data to its host, or to store its results, in seconds; then it is lost."""
     max_losses: int = Field(5, ge=1)
-    """Attempts lost in a row, without a new checkpoint between, before a job fails."""
+    """Attempts lost in a row, without a checkpoint between that comes further, before a job fails."""
     fair_share_half_life_hours: float = Field(24.0, gt=0, le=1e5)
     """Hours after which a project's use of slots counts half as much against its place in the queue."""
     requests_per_minute: int = Field(6000, ge=0)

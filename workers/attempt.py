@@ -137,7 +137,7 @@ class Attempt:
             outcome = Outcome(Action.LOSE, f"the attempt broke: {error}", explain(error))
         self.publisher.close()
         if outcome is WISHED[Wish.DRAIN] and not self.host_goes_down():
-            outcome = from_outside("its supervisor")
+            outcome = from_outside("its supervisor", self.progress())
         outcome = self.conclude(outcome)
         self.lease.release()
         log.info("attempt concluded", action=outcome.action.value, reason=outcome.reason)
@@ -273,7 +273,9 @@ class Attempt:
         self.record([Log(level="warning", message=said)])
 
     def host_goes_down(self) -> bool:
-        """Whether this host says so. It is believed to where the database does not answer."""
+        """Whether this host says so, itself or in its row. It is believed to where the database does not answer."""
+        if self.orders.host_goes_down:
+            return True
         try:
             with self.services.db.reading() as session:
                 draining = session.scalar(select(Node.draining).where(Node.name == self.settings.node_name))

@@ -28,7 +28,7 @@ from core.settings import Settings
 from core.states import HELD
 from workers import hardware, tidy
 from workers.calibration import Calibration
-from workers.orders import Orders, obey_signals
+from workers.orders import HOST_GOES_DOWN, Orders, obey_signals
 
 log = structlog.get_logger(__name__)
 
@@ -216,6 +216,7 @@ class Node:
     def end_supervisors(self) -> None:
         """Ask this host's supervisors to save and requeue; kill those that take too long, as their leases will tell.
 
+        They hear it from the node itself, which may have found no database to write it to.
         Whoever tells the node to end a second time does not want to wait for that.
         """
         deadline = monotonic() + self.settings.stop_grace_seconds + DRAIN_MARGIN_SECONDS
@@ -223,8 +224,9 @@ class Node:
         while left := {process for process in asked | self.supervisors() if lives(process)}:
             late = monotonic() > deadline or self.orders.times > 1
             for process in left if late else left - asked:
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
+                for number in (signal.SIGKILL,) if late else (HOST_GOES_DOWN, signal.SIGTERM):
+                    with suppress(psutil.NoSuchProcess):
+                        process.send_signal(number)
             asked |= left
             if late:
                 log.warning("supervisors killed", pids=sorted(process.pid for process in left))

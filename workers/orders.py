@@ -18,6 +18,8 @@ class Orders:
         """The greatest wish that `wait` has read."""
         self.times = 0
         """How many wishes it has read, repetitions among them."""
+        self.host_goes_down = False
+        """This host's node has said so."""
 
     def give(self, wish: Wish) -> None:
         self._inbox.put(wish)
@@ -42,7 +44,16 @@ class Orders:
             self.times += 1
 
 
+HOST_GOES_DOWN = signal.SIGURG
+"""What a node sends before SIGTERM, which anybody may send. Whoever does not know of it, as yet, is not disturbed."""
+
+
 def obey_signals(orders: Orders) -> None:
     """From now on, being asked to end is a wish to drain."""
+
+    def note(*_: object) -> None:
+        orders.host_goes_down = True
+
+    signal.signal(HOST_GOES_DOWN, note)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: orders.give(Wish.DRAIN))

@@ -148,13 +148,14 @@ def stopped(wish: Wish | None, *, max_runtime: float | None, lines_up: bool, pro
     if wish is Wish.TIME_IS_UP:
         return Outcome(Action.LINE_UP, f"it ran for {max_runtime or 0:g} seconds, its max_runtime, and lines up again")
     if wish is None:
-        return from_outside("the engine")
+        return from_outside("the engine", progress)
     return WISHED[wish]
 
 
-def from_outside(whom: str) -> Outcome:
-    """Of one that somebody told to end who has no say: its state is saved, and it goes on, but not without limit."""
-    message = f"{whom} was told to stop by something outside"
+def from_outside(whom: str, progress: Progress) -> Outcome:
+    """Of one that somebody told to end who has no say: it goes on, but not without limit where it comes no further."""
+    kept = f"; its newest stored checkpoint is that of step {progress.newest}" if progress.newest else ""
+    message = f"{whom} was told to stop by something outside{kept}"
     hint = "Look on that host for what sends SIGTERM to processes that it did not start, then retry the job."
     return Outcome(Action.LOSE, message, failure("rank_lost", message, hint=hint))
 

@@ -92,6 +92,24 @@ def test_a_checkpoint_is_listed_told_and_can_be_fetched(services: Services, tmp_
     assert (tmp_path / "copy" / "weights.bin").read_text() == "weights"
 
 
+def test_a_checkpoint_that_comes_no_further_than_the_one_before_forgives_no_loss(
+    services: Services, tmp_path: Path
+) -> None:
+    job = running(services, losses=3)
+    with services.db.session() as session:
+        make.checkpoint(session, job, 50)
+
+    def losses(step: int) -> int:
+        folder = saved(tmp_path / f"step-{step}")
+        checkpoints.publish(services, job.id, fence=1, step=step, folder=folder, metrics={})
+        with services.db.reading() as session:
+            return jobs.find(session, job.id).losses
+
+    # One that found the newest damaged began anew, and came to where an earlier one was: that may go on for ever.
+    assert losses(50) == losses(40) == 3
+    assert losses(45) == 0
+
+
 def test_an_attempt_that_was_replaced_publishes_nothing(services: Services, tmp_path: Path) -> None:
     job = running(services, attempt=2)
     with pytest.raises(InvalidMove):

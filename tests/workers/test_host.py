@@ -89,6 +89,25 @@ def test_a_supervisor_that_stands_still_for_two_leases_is_killed_and_one_that_wo
             process.wait()
 
 
+def test_a_node_that_drains_tells_its_supervisors_itself_that_the_host_goes_down(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are asked to save by SIGTERM, which anybody may send: only with the node's own word is it no loss."""
+    told = (
+        "import sys; from workers.orders import Orders, obey_signals; orders = Orders(); obey_signals(orders); "
+        "print('ready', flush=True); print(orders.wait(60).name, orders.host_goes_down, flush=True)"
+    )
+    job_id = place_in_folder(services)
+    command = [sys.executable, "-c", told, "workers.supervisor", job_id]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        node = Node(services, Orders())
+        monkeypatch.setattr(node, "placed", lambda: [job_id])
+        node.end_supervisors()
+        assert process.stdout.readline() == "DRAIN True\n"
+
+
 def test_a_storage_that_does_not_answer_does_not_silence_the_node(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from workers.orders import Orders, obey_signals
+from workers.orders import HOST_GOES_DOWN, Orders, obey_signals
 from workers.outcome import Wish
 
 DEADLINE_SECONDS = 20
@@ -17,7 +17,7 @@ DEADLINE_SECONDS = 20
 
 @pytest.fixture
 def usual_signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, HOST_GOES_DOWN)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

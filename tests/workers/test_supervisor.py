@@ -238,6 +238,37 @@ def test_a_host_that_goes_down_hands_the_job_back_unharmed(services: Services) -
     assert_nothing_left(services, job_id)
 
 
+def test_a_host_that_goes_down_is_believed_where_it_could_not_write_that(services: Services) -> None:
+    job_id = place_job(services, steps=FOREVER, checkpoint_every=None)
+    running = Running(services, job_id, fake_engine("--step-seconds", "0.02"))
+    running.until(lambda job: job.last_step > 3)
+
+    running.orders.host_goes_down = True
+    running.orders.give(Wish.DRAIN)
+    running.outcome()
+
+    job = job_of(services, job_id)
+    assert (job.state, job.losses, job.retry_at) == (JobState.QUEUED, 0, None)
+    assert messages_of(services, job_id)[-1] == "its host is going down"
+
+
+def test_a_run_that_is_stopped_from_outside_goes_on_for_as_long_as_each_attempt_comes_further(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "settings", services.settings.model_copy(update={"max_losses": 2}))
+    job_id = place_job(services, steps=FOREVER, checkpoint_every=None)
+    for attempt in (1, 2, 3):
+        running, before = Running(services, job_id, fake_engine("--step-seconds", "0.02")), job_of(services, job_id)
+        running.until(lambda job, before=before: job.last_step > before.last_step + 1)
+        running.orders.give(Wish.DRAIN)
+        running.outcome()
+        job = job_of(services, job_id)
+        assert (job.state, job.attempt, job.losses) == (JobState.QUEUED, attempt, 1)
+        kept = f"outside; its newest stored checkpoint is that of step {job.last_step}"
+        assert kept in (job.queue_reason or "")
+        place_again(services, job_id)
+
+
 def test_a_supervisor_that_is_told_to_end_again_and_again_while_its_host_stays_fails_its_job_at_last(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +285,7 @@ def test_a_supervisor_that_is_told_to_end_again_and_again_while_its_host_stays_f
         job = job_of(services, job_id)
         if job.state is JobState.QUEUED:
             assert job.queue_reason is not None
+            assert "(1 in a row without progress, of at most 2)" in job.queue_reason
             assert "its supervisor was told to stop by something outside; tries again" in job.queue_reason
             place_again(services, job_id)
 
