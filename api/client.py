@@ -307,6 +307,7 @@ class Client:
         return Log(int(answer.headers["x-log-rank"]), answer.text)
 
     def checkpoints(self, job_id: str, **query: Any) -> Iterator[Json]:
+        """Newest first; of those that are `abandoned` the run went back, and no attempt goes on from them."""
         return self._pages(f"v1/jobs/{_part(job_id)}/checkpoints", query)
 
     def follow(self, job_id: str, *, after: str | int = 0) -> Iterator[Event]:

@@ -594,7 +594,7 @@ class MetricsOut(Out):
 
 
 class CheckpointOut(Out):
-    """A checkpoint that is whole: where the job's next attempt would go on, in whatever layout."""
+    """A checkpoint that is whole. A job's next attempt goes on from the newest not `abandoned`, in whatever layout."""
 
     id: str
     """Also the name of its model, to sample from or to start a job with."""
@@ -604,6 +604,8 @@ class CheckpointOut(Out):
     attempt: int
     bytes: int
     metrics: dict[str, Any]
+    abandoned: bool
+    """The run has gone back beyond its step since: no attempt goes on from it. It stays for whoever started from it."""
     created_at: int
 
     @classmethod
@@ -615,6 +617,7 @@ class CheckpointOut(Out):
             attempt=checkpoint.attempt,
             bytes=checkpoint.bytes,
             metrics=checkpoint.metrics,
+            abandoned=checkpoint.abandoned,
             created_at=int(checkpoint.created_at),
         )
 

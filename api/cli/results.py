@@ -147,14 +147,14 @@ def checkpoints(
     limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 20,
     as_json: JsonFlag = False,
 ) -> None:
-    """List a job's checkpoints, newest first; each is a model by its id."""
+    """List a job's checkpoints, newest first; each is a model by its id. Its run went back from abandoned ones."""
     with client(context) as trainshed:
         rows = list(islice(trainshed.checkpoints(job, limit=min(limit, 100)), limit))
     if as_json:
         show_json(rows)
     else:
         columns = {"id": "id", "step": "step", "loss": "metrics.loss", "validation": "metrics.validation_loss",
-                   "bytes": "bytes", "made": "created_at"}  # fmt: skip
+                   "bytes": "bytes", "made": "created_at", "abandoned": "abandoned"}  # fmt: skip
         show_table(rows, columns, none="The job has no checkpoints yet.")
 
 

@@ -272,7 +272,7 @@ def get_logs(
 def list_checkpoints(
     job_id: JobId, owner: OwnerDep, session: ReadingDep, after: AfterDep = None, limit: LimitDep = 10
 ) -> CheckpointList:
-    """List a job's checkpoints, newest first."""
+    """List a job's checkpoints, newest first; `abandoned` marks those that its run has gone back from."""
     page = checkpoints.page(session, jobs.get(session, owner, job_id), after=after, limit=limit)
     return CheckpointList(data=[CheckpointOut.of(checkpoint) for checkpoint in page.data], has_more=page.has_more)
 

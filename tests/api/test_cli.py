@@ -13,6 +13,8 @@ from api.cli import Exit, app
 from api.cli.outcomes import Fault
 from api.cli.results import even
 from api.client import ApiError, Damaged, Unreachable
+from core.models import Job
+from tests import make
 from tests.api import driving
 from tests.api.conftest import Live, served
 
@@ -366,6 +368,16 @@ def test_what_happened_is_listed_measured_and_drawn(live, trainshed, spec):
     assert "loss 1.25" in trainshed("curve", job)
     assert "lr 0.001" in trainshed("curve", job, "--name", "lr")
     assert json.loads(trainshed("checkpoints", job, "--json")) == []
+
+
+def test_checkpoints_are_listed_with_a_mark_on_those_that_the_run_went_back_from(live, trainshed, spec, tmp_path):
+    job = trainshed("submit", spec).split()[-1]
+    with live.services.db.session() as session:
+        row = session.get_one(Job, job)
+        for step, abandoned in ((2, False), (4, True)):
+            make.checkpoint(session, row, step, abandoned=abandoned, created_at=float(step))
+    lines = trainshed("checkpoints", job).splitlines()
+    assert [(line.split()[1], line.split()[-1]) for line in lines] == [("step", "abandoned"), ("4", "yes"), ("2", "no")]
 
 
 def test_what_comes_through_a_pipe_is_one_message_to_a_model(trainshed, monkeypatch):

@@ -7,7 +7,8 @@ from urllib.parse import quote
 
 import pytest
 
-from core import checkpoints, nodes, scheduler
+from core import checkpoints, jobs, nodes, scheduler
+from engine.events import RolledBack
 from tests.api import driving
 from tests.api.conftest import DEADLINE_SECONDS
 from tests.api.test_requests import envelope
@@ -333,6 +334,19 @@ def test_checkpoints_are_listed_newest_first(live, http, tmp_path):
     assert page["has_more"]
     rest = http.get(f"/v1/jobs/{job}/checkpoints", params={"after": page["data"][0]["id"]}).json()["data"]
     assert rest == listed[1:]
+
+
+def test_a_checkpoint_that_its_run_went_back_from_is_marked(live, http, tmp_path):
+    job = driving.submit(http)["id"]
+    fence = driving.run(live.services, job)
+    (tmp_path / "manifest.json").write_text("{}")
+    for step in (2, 4):
+        checkpoints.publish(live.services, job, fence=fence, step=step, folder=tmp_path, metrics={})
+    with live.services.db.session() as session:
+        jobs.record(session, job, fence=fence, events=[RolledBack(seq=100, time=0.0, step=2, from_step=4, rows=4)])
+    checkpoints.publish(live.services, job, fence=fence, step=4, folder=tmp_path, metrics={})
+    listed = http.get(f"/v1/jobs/{job}/checkpoints").json()["data"]
+    assert [(one["step"], one["abandoned"]) for one in listed] == [(4, False), (4, True), (2, False)]
 
 
 def test_who_holds_a_slot_is_told_to_its_project_alone(live, http):
