@@ -9,12 +9,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, text
 from sqlalchemy.orm import Session
 
 from core import paging
 from core.db import directly
-from core.models import AuditLog, new_id
+from core.models import OF_ARCHIVING, AuditLog, new_id
 from core.paging import Page
 
 if TYPE_CHECKING:
@@ -58,18 +58,16 @@ def record(
 _ENTRY = insert(AuditLog)
 
 
-def who(session: Session, action: str, project_id: str) -> Account:
-    """Who last did this to a project, for what is left to be done in their name.
+def who_archived(session: Session, project_id: str) -> Account:
+    """Who last archived a project, for what is left to be done in their name.
 
     They may have lost the right to do it meanwhile.
     """
     # Here and not above: keys write down what becomes of them.
     from core.keys import DEFAULT_PROJECT, SETTINGS_KEY, Account
 
-    # What is done to a project is written down in it: that is what there is an index of.
-    last = select(AuditLog).where(
-        AuditLog.project_id == project_id, AuditLog.action == action, AuditLog.object_id == project_id
-    )
+    # In the index's own words: beside each is the end of as many jobs as the project had.
+    last = select(AuditLog).where(AuditLog.project_id == project_id, text(OF_ARCHIVING))
     entry = session.scalars(last.order_by(AuditLog.created_at.desc(), AuditLog.id.desc()).limit(1)).first()
     if entry is None:
         # So long ago that it was forgotten.

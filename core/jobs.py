@@ -447,7 +447,7 @@ def cancel_archived(session: Session) -> list[Job]:
     project_id = session.scalars(closed.limit(1)).first()
     if project_id is None:
         return []
-    return cancel_all(session, audit.who(session, "project.archived", project_id), project_id)
+    return cancel_all(session, audit.who_archived(session, project_id), project_id)
 
 
 def _uncancelled(project_id: str | InstrumentedAttribute[str]) -> Select[str]:

@@ -105,11 +105,18 @@ class Project(Base):
     """Whose jobs of higher priority may stop its jobs, with a checkpoint: `never`, its `own`, or `any`."""
 
 
+OF_ARCHIVING = "action = 'project.archived'"
+"""Condition of an index, to be asked in these words."""
+
+
 class AuditLog(Base):
     """Who changed what, written in the transaction of the change. Never changed once written."""
 
     __tablename__ = "audit_logs"
-    __table_args__ = (Index("audit_logs_by_project", "project_id", "created_at", "id"),)
+    __table_args__ = (
+        Index("audit_logs_by_project", "project_id", "created_at", "id"),
+        Index("audit_logs_of_archiving", "project_id", "created_at", "id", **_where(OF_ARCHIVING)),
+    )
 
     id: Mapped[str] = mapped_column(Id, primary_key=True)
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
@@ -307,13 +314,6 @@ class JobLabel(Base):
     created_at: Mapped[float]
 
 
-class JobEvent(Base):
-    """One thing that happened to a job. Never changed once written."""
-
-    __tablename__ = "job_events"
-
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
-    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 class Removal(Base):
     """A job that was deleted, and of which rows or objects are left for `core.removal` to remove."""
 
@@ -323,6 +323,14 @@ class Removal(Base):
     created_at: Mapped[float] = mapped_column(default=database_now())
 
 
+class JobEvent(Base):
+    """One thing that happened to a job. Never changed once written."""
+
+    __tablename__ = "job_events"
+
+    job_id: Mapped[str] = mapped_column(Id, primary_key=True)
+    """No foreign key, here and in `metrics` and `metric_chunks`: millions of rows can't go with their job at once."""
+    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     """1, 2, 3, … within the job, across attempts, without holes."""
     attempt: Mapped[int]
     type: Mapped[str] = mapped_column(String(32))
@@ -339,7 +347,6 @@ class Metric(Base):
     __tablename__ = "metrics"
 
     job_id: Mapped[str] = mapped_column(Id, primary_key=True)
-    """No foreign key, here and in `metrics` and `metric_chunks`: millions of rows can't go with their job at once."""
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     value: Mapped[float]
@@ -393,7 +400,7 @@ class Artifact(Base):
 
     __tablename__ = "artifacts"
 
-    job_id: Mapped[str] = mapped_column(Id, primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
     path: Mapped[str] = mapped_column(String(512), primary_key=True)
     """Relative, with forward slashes, such as `model/config.json`."""
     kind: Mapped[str] = mapped_column(String(16))

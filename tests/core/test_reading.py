@@ -24,7 +24,7 @@ def standings(session: Session) -> object:
 
 
 def archiver(session: Session) -> object:
-    return audit.who(session, "project.archived", OTHER)
+    return audit.who_archived(session, OTHER)
 
 
 def holding(number: int) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def holding(number: int) -> dict[str, Any]:
 
 
 def entry(number: int) -> dict[str, Any]:
-    """All but two are another project's; what is asked for is the oldest."""
-    what = {"project_id": OTHER if number < 2 else DEFAULT_PROJECT, "object_id": OTHER if number < 2 else "job-1"}
+    """The project's jobs, which were cancelled after it was archived; what is asked for is the oldest."""
+    what = {"project_id": OTHER, "object_id": OTHER if number == 0 else "job-1"}
     action = "project.archived" if number == 0 else "job.cancelled"
     key = {"actor_project_id": DEFAULT_PROJECT, "actor_key_id": "key-1", "data": {}}
     return {"id": f"audit-{number}", "action": action, "created_at": float(number), **what, **key}
@@ -43,7 +43,7 @@ def entry(number: int) -> dict[str, Any]:
 
 LOOKS: dict[str, tuple[Callable[[Session], object], type[Base], Callable[[int], dict[str, Any]], str]] = {
     "shares": (standings, Holding, holding, "holdings_uncounted"),
-    "who archived": (archiver, AuditLog, entry, "audit_logs_by_project"),
+    "who archived": (archiver, AuditLog, entry, "audit_logs_of_archiving"),
 }
 
 
