@@ -222,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
         help="expect a byte on stdin at least this often, and kill everything when it stays away",
     )
     sub.add_argument(
-        "--nice", type=int, default=0, metavar="0..19", help="how much ranks give way to other processes; default: 0"
+        "--nice", type=niceness, default=0, metavar="0..19", help="how much ranks give way to others; default: 0"
     )
 
     sub = command(
@@ -332,6 +332,12 @@ def existing(text: str) -> Path:
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
+    return int(text)
+
+
+def niceness(text: str) -> int:
+    if not text.isdecimal() or int(text) > 19:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 (gives way to nobody) to 19 (to all)")
     return int(text)
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from engine import niceness
+from engine.__main__ import parser
 from engine.niceness import AUTOGROUP
 
 RANK = """
@@ -29,6 +30,13 @@ def test_a_rank_gives_way_and_its_session_only_where_that_is_the_launchers_own(a
     assert niceness == min(19, os.nice(0) + 3)
     if AUTOGROUP.exists():
         assert session.split()[-1] == ("3" if alone else "0")
+
+
+@pytest.mark.parametrize("said", ["-5", "20", "99", "1.5", "much"])
+def test_a_niceness_that_the_kernel_would_cut_or_refuse_is_refused_in_words(capsys, said):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["launch", __file__, "--ranks", "1", "--nice", said])
+    assert f"--nice: {said} is not a whole number from 0" in capsys.readouterr().err
 
 
 class Busy:
