@@ -102,11 +102,15 @@ DRILLS = {
 SHORT = {
     "plain-sqlite": (
         "kill-worker", "kill-api", "kill-valkey", "flush-valkey", "repeat-messages", "kill-upkeep",
-        "freeze-supervisor", "kill-rank", "pause",
+        "freeze-supervisor", "kill-rank",
     ),
-    "plain-postgresql": ("kill-postgresql", "restart-postgresql", "kill-node", "kill-supervisor", "drain-node"),
+    "plain-postgresql": ("kill-postgresql", "restart-postgresql", "kill-node", "kill-supervisor"),
 }  # fmt: skip
-"""What the job of each default run is put through, one after another: one job for each kind of database."""
+"""What the job of each default run is put through, one after another: one job for each kind of database.
+
+An attempt more takes seconds of all cores, so what other default tests see done to real runs is left to them: a pause
+to `workers/test_layouts.py`, the orderly end of a host to `api/test_serve.py`.
+"""
 
 KILLS = tuple(name for name in DRILLS if name.startswith("kill-") and name != "kill-preempted-supervisor")
 
