@@ -1,4 +1,4 @@
-"""`trainshed serve` as a person uses it: started, refused a second time, stopped by Ctrl-C with a job, started anew."""
+"""`trainshed serve` as a person uses it: started, refused a second time, killed, stopped by Ctrl-C with a job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.api.conftest import wait_for
 
 START_SECONDS, STOP_SECONDS, STEP_SECONDS = 90.0, 60.0, 120.0
 COMMAND = [sys.executable, "-m", "api.cli", "serve"]
-QUICK = {"TRAINSHED_SLOTS": "1", "TRAINSHED_CALIBRATE": "0", "TRAINSHED_LEASE_SECONDS": "5"}
+QUICK = {"TRAINSHED_SLOTS": "2", "TRAINSHED_CALIBRATE": "0", "TRAINSHED_LEASE_SECONDS": "5"}
 """Measuring the host takes seconds of all its cores, and the job of a service that was killed waits for its lease."""
 
 
@@ -122,7 +122,32 @@ def data_dir(tmp_path) -> Iterator[Path]:
     assert left(folder) == []
 
 
-def test_ctrl_c_saves_a_running_job_the_next_serve_goes_on_with_it_and_a_second_ctrl_c_waits_for_nothing(data_dir):
+def uploaded_while_the_api_dies(service: Serving, url: str, key: str) -> str:
+    """Id of a file whose parts came before and after."""
+    reach: dict[str, Any] = {"base_url": url, "headers": {"authorization": f"Bearer {key}"}, "timeout": START_SECONDS}
+    halves = driving.TEXT[:100], driving.TEXT[100:]
+    (api,) = (
+        child for child in psutil.Process(service.process.pid).children() if "api.server" in child.cmdline()
+    )  # fmt: skip
+    with httpx.Client(**reach) as http:
+        upload = http.post(
+            "/v1/uploads", json={"bytes": len(driving.TEXT), "filename": "a.txt", "purpose": "pretrain"}
+        ).json()
+        path = f"/v1/uploads/{upload['id']}"
+        http.post(f"{path}/parts", files={"data": halves[0]})
+        api.kill()
+    # Connections wait in the socket, which outlives the process; so does each part that was answered.
+    with httpx.Client(**reach) as http:
+        http.post(f"{path}/parts", files={"data": halves[1]})
+        parts = [part["id"] for part in http.get(f"{path}/parts").json()["data"]]
+        completed = http.post(f"{path}/complete", json={"part_ids": parts}).json()
+    assert completed["status"] == "completed"
+    return completed["file"]["id"]
+
+
+def test_a_part_that_dies_is_started_again_a_serve_that_is_killed_takes_all_with_it_and_ctrl_c_saves_a_running_job(
+    data_dir,
+):
     with serving(data_dir, "--port", "0") as first:
         url = first.until(r"at (http://127\.0\.0\.1:\d+) ").group(1)
         key = first.until(r"(ts_\S{20,})").group(1)
@@ -135,57 +160,33 @@ def test_ctrl_c_saves_a_running_job_the_next_serve_goes_on_with_it_and_a_second_
             assert client.ready() == {
                 "status": "ready", "checks": {"database": "ok", "broker": "ok", "worker": "ok"},
             }  # fmt: skip
-            file = driving.upload(client.http)["id"]
+        file = uploaded_while_the_api_dies(first, url, key)
+        first.until("api ended with -9; it starts again")
+        first.process.kill()
+        wait_for(lambda: left(data_dir) == [], STOP_SECONDS)
+    port = url.rpartition(":")[2]
+    with serving(data_dir, "--port", port) as after_that:
+        after_that.until("Ready")
+        assert "ts_" not in after_that.said
+        with Client(url, key) as client:
             job = client.submit(driving.spec(file, training={"steps": 100_000, "global_batch": 1, "precision": "fp32"}))
             step, last = first_step_after(client, job["id"], 0)
-        assert first.stop() == 0
+        assert after_that.stop() == 0
         assert left(data_dir) == []
-    with serving(data_dir, "--port", url.rpartition(":")[2]) as again:
+    with serving(data_dir, "--port", port) as again:
         again.until("Ready")
-        assert "ts_" not in again.said
         with Client(url, key) as client:
             following, _ = first_step_after(client, job["id"], int(last))
             assert following == step + 1
             states = [event["data"]["state"] for event in client.events(job["id"], type="state")]
             assert "queued" in states[3:]
+        # A second Ctrl-C waits for nothing, and here would be something to wait for, for as long as it may take.
         for rank in working_in(data_dir / "runs" / job["id"]):
-            # So that there is something to wait for, for as long as it may take.
             rank.suspend()
         again.process.send_signal(signal.SIGINT)
         again.until("once more ends them at once")
         assert again.stop() == 0
         wait_for(lambda: left(data_dir) == [])
-
-
-def test_a_part_that_dies_is_started_again_and_a_serve_that_is_killed_takes_all_with_it(data_dir):
-    with serving(data_dir, "--port", "0") as service:
-        url = service.until(r"at (http://127\.0\.0\.1:\d+) ").group(1)
-        (api,) = wait_for(
-            lambda: [
-                child for child in psutil.Process(service.process.pid).children() if "api.server" in child.cmdline()
-            ]
-        )
-        key = service.until(r"(ts_\S{20,})").group(1)
-        reach: dict[str, Any] = {
-            "base_url": url, "headers": {"authorization": f"Bearer {key}"}, "timeout": START_SECONDS,
-        }  # fmt: skip
-        with httpx.Client(**reach) as http:
-            upload = http.post("/v1/uploads", json={"bytes": 6, "filename": "a.txt", "purpose": "pretrain"}).json()
-            path = f"/v1/uploads/{upload['id']}"
-            http.post(f"{path}/parts", files={"data": b"To be"})
-            api.kill()
-        # Connections wait in the socket, which outlives the process; so does each part that was answered.
-        with httpx.Client(**reach) as http:
-            http.post(f"{path}/parts", files={"data": b"."})
-            parts = [part["id"] for part in http.get(f"{path}/parts").json()["data"]]
-            assert http.post(f"{path}/complete", json={"part_ids": parts}).json()["status"] == "completed"
-        service.until("api ended with -9; it starts again")
-        service.until("Ready")
-        service.process.kill()
-        wait_for(lambda: left(data_dir) == [], STOP_SECONDS)
-    with serving(data_dir, "--port", "0") as service:
-        service.until("Ready")
-        assert service.stop() == 0
 
 
 def test_a_port_that_is_taken_is_said_in_words(data_dir):
