@@ -179,8 +179,8 @@ def running(folder: Path, plan: Plan) -> Iterator[Service]:
     try:
         yield service
     finally:
-        # The second waits for no run to be saved.
-        for seconds in (5, 90):
+        # What was lost is known by now: the second waits for no run to be saved.
+        for seconds in (1, 90):
             with suppress(ProcessLookupError):
                 service.process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
