@@ -43,6 +43,10 @@ class _DamagedError(Exception):
     """Other bytes came than the hub described; the text says of which file."""
 
 
+class _NoRoomError(Exception):
+    """A disk has too little room; the text says how much is missing."""
+
+
 class _ToldToEndError(Exception):
     """This process ends; what came so far stays for the next one."""
 
@@ -127,8 +131,8 @@ class Fetcher:
                 # Others have cleared away what it stumbled over.
                 log.info("base is another's now, or was deleted", **told)
                 return
-            fault, reason = _why(error)
-            if not isinstance(error, (Refused, InvalidModel, UnreachableError, _DamagedError)):
+            fault, reason = _why(error, hub)
+            if not isinstance(error, (Refused, InvalidModel, UnreachableError, _DamagedError, _NoRoomError)):
                 log.warning("base not fetched", exc_info=True, **told)
             with self.services.db.session() as session:
                 again = downloads.failed(session, errand, reason, fault)
@@ -207,7 +211,7 @@ class _Rooms:
 
     @contextmanager
     def taken(self, errand: Errand, folder: Path, stored: Path | None) -> Iterator[None]:
-        """Make the folder, and keep room. UnreachableError, as it may be otherwise later, where there is too little."""
+        """Make the folder, and keep room in it and where it will be `stored`."""
         folder.mkdir(parents=True, exist_ok=True)
         need = _Need.of(errand, folder, stored)
         with self._lock:
@@ -217,7 +221,7 @@ class _Rooms:
                 needed = need.on(disk) + beside + SPARE_BYTES
                 if free < needed:
                     shared = ", with what comes beside it" if beside else ""
-                    raise UnreachableError(
+                    raise _NoRoomError(
                         f"the disk has {free:,} bytes free, and {needed:,} are needed{shared}: free space on it"
                     )
             self._needs[errand.key] = need
@@ -302,9 +306,11 @@ class _Hold:
             return downloads.beat(session, self._errand, self._done)
 
 
-def _why(error: Exception) -> tuple[Fault, str]:
+def _why(error: Exception, hub: Hub) -> tuple[Fault, str]:
     """What kind of thing that is, and why in words."""
     if isinstance(error, UnreachableError):
+        return Fault.PASSING, f"the hub {hub.host} can't be reached: {error}"
+    if isinstance(error, _NoRoomError):
         return Fault.PASSING, str(error)
     if isinstance(error, _DamagedError):
         return Fault.DAMAGE, str(error)

@@ -155,7 +155,10 @@ def test_an_outage_however_long_is_waited_out_and_told_meanwhile(
         due(asking, key)
         look(asking)
         assert row(asking, key).status == "downloading"
-    with asking.db.reading() as session, pytest.raises(NotReady, match=r"in the way last: it answered 503\."):
+    with (
+        asking.db.reading() as session,
+        pytest.raises(NotReady, match=r"in the way last: the hub \S+ can't be reached: it answered 503\."),
+    ):
         catalog.facts(session, owner, "tiny", models=asking.settings.models)
     due(asking, key)
     look(asking)
