@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Select, bindparam, func, or_, select
 from sqlalchemy.exc import IntegrityError
@@ -20,7 +20,8 @@ from sqlalchemy.orm import Session
 
 from core import audit
 from core.db import directly
-from core.errors import Forbidden, InUse, InvalidModel, InvalidRequest, InvalidSpec, NotFound, NotReady
+from core.errors import Forbidden, InUse, InvalidModel, InvalidRequest, InvalidSpec, NotFound, NotReady, Unavailable
+from core.hanging import HangsError, Patient
 from core.keys import Account
 from core.models import Checkpoint, CheckpointPermission, HubDownload, Job, Model
 from core.resolve import BaseFacts
@@ -34,6 +35,9 @@ FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 CHECKPOINT, ADAPTER = "checkpoint:", "adapter:"
 HUB = "hf:"
 """A base that is still on its way from there."""
+Seen = TypeVar("Seen")
+_folders = Patient(seconds=10.0, most=4)
+"""Less than a writer waits for another one (`core.db`): on SQLite a create may have the one lock meanwhile."""
 
 
 def get(session: Session, owner: Account, name: str, *, models: Path) -> Model:
@@ -42,15 +46,30 @@ def get(session: Session, owner: Account, name: str, *, models: Path) -> Model:
         return row
     if checkpoint := _of_checkpoint(session, owner, name):
         return checkpoint
+    return _answered(models / name, partial(_unregistered, name, models))
+
+
+def _unregistered(name: str, models: Path) -> Model:
     folder = models / name
     if FOLDER.fullmatch(name) and _is_model(folder):
         return _of_folder(name, folder)
     if _is_within(models, name):
-        raise InvalidModel(f"The folder {name!r} {_no_model(models / name)}", param="model")
+        raise InvalidModel(f"The folder {name!r} {_no_model(folder)}", param="model")
     raise NotFound(
         f"There is no model {name!r}; GET /v1/models lists what there is. A folder in the models directory is a model.",
         param="model",
     )
+
+
+def _answered(folder: Path, look: Callable[[], Seen]) -> Seen:
+    """What `look` finds in a folder of models; Unavailable where that lies on a host that does not answer."""
+    try:
+        return _folders.ask(folder, look)
+    except HangsError as error:
+        raise Unavailable(
+            f"{folder.name!r} in the models directory does not answer: the disk that it is on, or the host that it is "
+            "shared from, may be away. Try again in a moment, or take a base that is not a folder."
+        ) from error
 
 
 def list_(session: Session, owner: Account, *, models: Path) -> list[Model]:
@@ -59,7 +78,8 @@ def list_(session: Session, owner: Account, *, models: Path) -> list[Model]:
     own = {model.id for model in rows if model.project_id is not None}
     rows = [model for model in rows if model.project_id is not None or model.id not in own]
     taken = {model.id for model in rows}
-    return rows + [model for model in discover(models) if model.id not in taken]
+    folders = _answered(models, lambda: list(discover(models)))
+    return rows + [model for model in folders if model.id not in taken]
 
 
 def discover(models: Path) -> Iterator[Model]:
@@ -132,7 +152,7 @@ def facts(session: Session, owner: Account, name: str, *, models: Path, param: s
         model = usable(session, get(session, owner, name, models=models))
         folder = source_folder(model, models)
         # Read anew: a folder may have been replaced since it was first seen.
-        shape = ModelShape.model_validate(model.shape) if folder is None else inspect(folder)
+        shape = _answered(folder, partial(inspect, folder)) if folder else ModelShape.model_validate(model.shape)
     return BaseFacts(name=model.id, shape=shape)
 
 
@@ -180,7 +200,7 @@ def register(session: Session, owner: Account, name: str, source: str | Mapping[
     """
     if isinstance(source, str):
         owner.require("admin")
-        model = _named_folder(name, source, models)
+        model = _answered(models / source.partition(":")[2], partial(_named_folder, name, source, models))
         model.project_id = None if owner.manages_organization else owner.project_id
     else:
         model = _named_result(session, owner, name, source["job"])
@@ -199,7 +219,8 @@ def _introduce(session: Session, owner: Account, model: Model, *, models: Path) 
     """Add a model under a name that is still free."""
     name = model.id
     # A folder may keep the name that it has.
-    is_folder = model.source != f"dir:{name}" and FOLDER.fullmatch(name) and _is_model(models / name)
+    may_be_one = model.source != f"dir:{name}" and FOLDER.fullmatch(name) is not None
+    is_folder = may_be_one and _answered(models / name, partial(_is_model, models / name))
     if is_folder or not _insert(session, model, beside=owner.project_id):
         raise InvalidSpec(f"The name {name!r} is taken; choose another.", param="id")
     audit.record(session, owner, "model.registered", model.id, source=model.source)

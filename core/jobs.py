@@ -27,7 +27,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from core import audit, catalog, files, hints, history, labelling, nodes, outbox, paging, projects, quotas, tries
 from core.db import SCHEDULING, directly, inserted, lock
-from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound, NotReady
+from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound, NotReady, Unavailable
 from core.failures import failure
 from core.files import FileFacts
 from core.keys import Account
@@ -388,6 +388,8 @@ def retry(session: Session, owner: Account, job_id: str, *, settings: Settings, 
 
 
 def _not_retried(why: DomainError) -> DomainError:
+    if isinstance(why, Unavailable):
+        return why
     if isinstance(why, NotReady):
         return NotReady(f"The job can't be retried yet: {why.message}")
     return InvalidMove(

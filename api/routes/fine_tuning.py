@@ -48,6 +48,7 @@ from core.errors import (
     NotFound,
     NotReady,
     QuotaExceeded,
+    Unavailable,
 )
 from core.keys import Account
 from core.models import Job
@@ -88,7 +89,9 @@ def shown_all(session: Session, found: Sequence[Job]) -> list[FineTuningJobOut]:
     return [FineTuningJobOut.of(job, now=now, result_file=files.get(job.id)) for job in found]
 
 
-@router.post("/jobs", responses=errors(InvalidSpec, InvalidModel, NotFound, NotReady, Forbidden, QuotaExceeded))
+@router.post(
+    "/jobs", responses=errors(InvalidSpec, InvalidModel, NotFound, NotReady, Forbidden, QuotaExceeded, Unavailable)
+)
 @few_at_once
 def create(
     ask: FineTuneAsk,

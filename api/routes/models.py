@@ -71,7 +71,7 @@ def _named(services: Services, owner: Account, name: str, source: str | dict[str
         return ModelOut.of(model, seen_by=owner)
 
 
-@router.get("", responses=errors())
+@router.get("", responses=errors(Unavailable))
 def list_models(owner: OwnerDep, session: ReadingDep, services: ServicesDep) -> ModelList:
     """List the models that can be trained further or sampled from."""
     found = catalog.list_(session, owner, models=services.settings.models)
@@ -80,7 +80,7 @@ def list_models(owner: OwnerDep, session: ReadingDep, services: ServicesDep) -> 
 
 
 # A model's name may hold slashes, which arrive decoded.
-@router.get("/{model:path}", responses=errors(NotFound))
+@router.get("/{model:path}", responses=errors(NotFound, Unavailable))
 def get_model(
     model: Annotated[str, Path(description="Name of the model.")],
     owner: OwnerDep,
@@ -92,7 +92,7 @@ def get_model(
     return ModelOut.of(found, seen_by=owner, download=downloads.of(session, [found]).get(found.key))
 
 
-@router.delete("/{model:path}", responses=errors(NotFound, InUse, Forbidden))
+@router.delete("/{model:path}", responses=errors(NotFound, InUse, Forbidden, Unavailable))
 def delete_model(
     model: Annotated[str, Path(description="Name of the model.")],
     owner: SubmitterDep,

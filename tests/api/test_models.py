@@ -1,15 +1,18 @@
 """Models over HTTP, in OpenAI's shapes: folders found by name, results of jobs, names with slashes."""
 
 import json
+from threading import Event
 
 import pytest
 
+from core import catalog, jobs
 from engine.families import shape_of_config
 from engine.naming import shapes_of
 from tests import make
 from tests.api import driving
 from tests.api.test_requests import envelope
 from tests.fakes.hub import COMMIT, hub
+from tests.workers.test_lease import until
 from workers.fetcher import Fetcher
 from workers.orders import Orders
 
@@ -125,6 +128,36 @@ def test_a_base_serves_a_fine_tune(http, base):
     answer = http.post("/v1/jobs", json=body)
     assert answer.status_code == 201, answer.text
     assert answer.json()["run_config"]["lora"]["rank"] == 16
+
+
+def test_a_folder_on_a_host_that_does_not_answer_keeps_nobody_waiting_for_long(live, http, base, monkeypatch, request):
+    is_there, back = catalog._is_model, Event()
+    request.addfinalizer(back.set)
+
+    def answers(folder):
+        return (folder.name != "away" or back.wait()) and is_there(folder)
+
+    monkeypatch.setattr(catalog, "_is_model", answers)
+    (live.services.settings.models / "away").mkdir()
+    monkeypatch.setattr(catalog._folders, "seconds", 0.05)
+    body = {"kind": "finetune", "model": {"base": "away"}, "data": {"train": [driving.upload(http)["id"]]}}
+    cancelled = driving.submit(http)["id"]
+    http.post(f"/v1/jobs/{cancelled}/cancel")
+    with live.services.db.session() as session:
+        jobs.find(session, cancelled).spec = body
+    retried = http.post(f"/v1/jobs/{cancelled}/retry")
+    asked = [retried, http.post("/v1/jobs", json=body), http.post("/v1/plans", json=body), http.get("/v1/models/away")]
+    for answer in (*asked, http.get("/v1/models")):
+        error = envelope(answer, 503)
+        assert error["code"] == "unavailable"
+        assert "in the models directory does not answer" in error["message"]
+    monkeypatch.setattr(catalog._folders, "seconds", 60)
+    assert http.get(f"/v1/models/{base}").status_code == 200
+    assert driving.submit(http)["state"] == "queued"
+    back.set()
+    until(lambda: not catalog._folders._hanging)
+    assert "has no config.json" in envelope(http.post("/v1/jobs", json=body), 400)["message"]
+    assert http.get("/v1/models").status_code == 200
 
 
 @pytest.fixture
