@@ -294,17 +294,18 @@ def wait_after(fault: Fault, *, failures: int, damages: int) -> float | None:
     return WAITS[min(failures, len(WAITS)) - 1]
 
 
-def failed(session: Session, errand: Errand, reason: str, fault: Fault = Fault.PASSING) -> bool:
-    """It did not come: it is tried again later, if that may help. Whether it will be."""
+def failed(session: Session, errand: Errand, reason: str, fault: Fault, *, brought_a_file: bool) -> bool:
+    """It did not come: it is tried again later, if that may help. Whether it will be.
+
+    `brought_a_file`: whether one became whole meanwhile, so that what is damaged is another one than before.
+    """
     row = session.get(HubDownload, errand.key)
     if row is None or row.attempts != errand.attempt:
         return False
     # What has come meanwhile stays, so that a bad line ends in a whole file.
-    has_more = row.done_bytes > errand.done_bytes
-    failures, damages = 1 if has_more else row.failures + 1, row.damages
-    if fault is Fault.DAMAGE:
-        # An outage in between proves nothing; a file more, since the last ones that were damaged, does.
-        damages = 1 if has_more else damages + 1
+    failures = 1 if row.done_bytes > errand.done_bytes else row.failures + 1
+    # Bytes more prove nothing here, as those of a damaged file come again and again.
+    damages = (0 if brought_a_file else row.damages) + (fault is Fault.DAMAGE)
     wait = wait_after(fault, failures=failures, damages=damages)
     if wait is None and fault is Fault.DAMAGE:
         reason = f"{reason}, {damages} times in a row"

@@ -135,7 +135,7 @@ class Fetcher:
             if not isinstance(error, (Refused, InvalidModel, UnreachableError, _DamagedError, _NoRoomError)):
                 log.warning("base not fetched", exc_info=True, **told)
             with self.services.db.session() as session:
-                again = downloads.failed(session, errand, reason, fault)
+                again = downloads.failed(session, errand, reason, fault, brought_a_file=hold.brought_a_file)
             log.info("base did not come", reason=reason, again=again, **told)
             return
         with self.services.db.session() as session:
@@ -167,6 +167,7 @@ class Fetcher:
         with part.open("rb") as whole:
             os.fsync(whole.fileno())
         part.replace(path)
+        hold.brought_a_file = True
 
     def _receive(
         self, hub: Hub, errand: Errand, file: HubFile, part: Path, check: Check, start: int, hold: _Hold
@@ -263,6 +264,8 @@ class _Hold:
     def __init__(self, services: Services, errand: Errand, orders: Orders, *, done: int) -> None:
         """`done` bytes are here already."""
         self._services, self._errand, self._orders, self._done = services, errand, orders, done
+        self.brought_a_file = False
+        """Whether one has become whole."""
         self._is_over, self._is_lost = Event(), Event()
         self._thread = Thread(target=self._keep, name="hold", daemon=True)
 

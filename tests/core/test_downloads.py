@@ -58,7 +58,7 @@ def test_each_is_taken_once_until_its_hold_is_over_and_who_lost_it_says_nothing_
     with database.session() as session:
         assert not downloads.beat(session, late, 1)
         assert not downloads.arrived(session, late)
-        assert not downloads.failed(session, late, "x", Fault.LASTING)
+        assert not downloads.failed(session, late, "x", Fault.LASTING, brought_a_file=False)
         assert downloads.beat(session, again, 5)
         assert downloads.arrived(session, again)
     with database.reading() as session:
@@ -81,7 +81,7 @@ def test_of_bases_those_that_came_outlive_going_back_to_before_there_were_hubs(
     with database.session() as session:
         errands = [downloads.take(session), downloads.take(session)]
         gone = next(errand for errand in errands if errand is not None and errand.key == lost)
-        assert not downloads.failed(session, gone, "it is gone", Fault.LASTING)
+        assert not downloads.failed(session, gone, "it is gone", Fault.LASTING, brought_a_file=False)
     for key in (came, coming, lost):
         storage.put_bytes(f"{downloads.prefix_of(key)}/config.json", b"{}")
     schema.downgrade(database_url, "0018")
@@ -145,21 +145,22 @@ def test_what_may_pass_is_waited_for_at_most_half_an_hour_at_a_time_and_the_rest
     assert downloads.wait_after(fault, failures=failures, damages=damages) == wait
 
 
-def fail(database: Database, done: int, fault: Fault) -> bool:
+def fail(database: Database, done: int, fault: Fault, *, brought_a_file: bool = False) -> bool:
     """A try that ended with so many bytes here; whether there will be another."""
     due(database)
     with database.session() as session:
         errand = downloads.take(session)
         assert errand is not None
         assert downloads.beat(session, errand, done)
-        return downloads.failed(session, errand, "it came damaged", fault)
+        return downloads.failed(session, errand, "it came damaged", fault, brought_a_file=brought_a_file)
 
 
 def test_damage_without_a_file_more_ends_it_whatever_fails_between(database: Database, owner: Account) -> None:
     key = begin(database, owner)
     damaged = [True] * (downloads.MOST_DAMAGES - 1)
     assert [fail(database, 4, Fault.DAMAGE) for _ in damaged] == damaged
-    assert fail(database, 5, Fault.DAMAGE), "a file more begins their count anew"
+    assert fail(database, 8, Fault.PASSING, brought_a_file=True), "a file more begins their count anew"
+    assert fail(database, 5, Fault.DAMAGE)
     # Some bytes of a file that then is damaged again are no file more.
     tried = [(fail(database, 9, Fault.PASSING), fail(database, 5, Fault.DAMAGE)) for _ in damaged]
     assert tried == [*[(True, True)] * (len(damaged) - 1), (True, False)]
