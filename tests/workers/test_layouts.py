@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from core.settings import Settings
 from core.spec import JobSpec, LayoutAsk
 from core.states import JobState
 from tests import make
-from tests.stack import PATIENCE_SECONDS, TEXT, TINY
+from tests.stack import TEXT, TINY
 from tests.workers.test_supervisor import Running, job_of
 from workers.launcher import LocalLauncher
 from workers.outcome import Wish
 
 STEPS = 60
+ALL_SECONDS = 540.0
+"""For all that is waited for, one after another; before pytest's own patience is over, so that it is said for what."""
 
 
 @pytest.fixture
@@ -76,21 +79,23 @@ def weights(services: Services, job_id: str) -> dict[str, str]:
     return {path: digest for path, digest in found.items() if path.endswith(".safetensors")}
 
 
+@pytest.mark.timeout(ALL_SECONDS + 60)
 def test_a_paused_run_goes_on_bitwise_on_another_host_and_all_the_same_in_another_layout(
     services: Services, there: Services, owner: Account
 ) -> None:
+    latest = monotonic() + ALL_SECONDS
     with services.db.session() as session:
         make.node(session, "here", num_slots=3)
     undisturbed, same, other = (submitted(services, owner) for _ in range(3))
     runs = placed(services, undisturbed, same, other)
     for run in runs[1:]:
-        run.until(lambda job: job.last_step > 3, seconds=PATIENCE_SECONDS)
+        run.until(lambda job: job.last_step > 3, seconds=latest - monotonic())
         with services.db.session() as session:
             jobs.pause(session, owner, run.job_id)
         # As the bell would, which nobody rings here.
         run.orders.give(Wish.PAUSE)
     for run in runs:
-        run.outcome(seconds=PATIENCE_SECONDS)
+        run.outcome(seconds=latest - monotonic())
     for job_id in (same, other):
         assert (job_of(services, job_id).state, job_of(services, job_id).last_step < STEPS) == (JobState.PAUSED, True)
 
@@ -101,7 +106,7 @@ def test_a_paused_run_goes_on_bitwise_on_another_host_and_all_the_same_in_anothe
         jobs.resume(session, owner, same, settings=there.settings)
         jobs.resume(session, owner, other, layout, settings=there.settings)
     for run in placed(there, same, other):
-        run.outcome(seconds=PATIENCE_SECONDS)
+        run.outcome(seconds=latest - monotonic())
 
     ended = [job_of(there, job_id) for job_id in (undisturbed, same, other)]
     assert [(job.state, job.slots) for job in ended] == [(JobState.SUCCEEDED, slots) for slots in (1, 1, 2)]
