@@ -26,7 +26,7 @@ from torch import Tensor
 from engine import tensorfile
 from engine.course import Course
 from engine.failure import RunFailure
-from engine.optimizer import AnyOptimizer, Piece
+from engine.optimizer import AnyOptimizer, Fillable, Piece
 from engine.pieces import Rectangle
 from engine.together import together
 
@@ -220,7 +220,7 @@ def set_aside(path: Path) -> Path | None:
     return path.rename(going)
 
 
-def load(path: Path, optimizer: AnyOptimizer, *, base: str | None, scale: float | None = None) -> Facts:
+def load(path: Path, optimizer: Fillable, *, base: str | None, scale: float | None = None) -> Facts:
     """Fill the optimizer and the weights from a checkpoint of any layout. Every rank calls this together.
 
     `base` is the fingerprint of the frozen weights in use, `scale` what adapters are multiplied by. Raises
@@ -264,7 +264,7 @@ def verify(path: Path, *, share: int = 0, shares: int = 1) -> None:
 
 
 def check_fits(
-    path: Path, index: dict[str, Any], optimizer: AnyOptimizer, *, base: str | None, scale: float | None
+    path: Path, index: dict[str, Any], optimizer: Fillable, *, base: str | None, scale: float | None
 ) -> None:
     """Raise BadCheckpoint where the checkpoint is not one of this model."""
     if index["format"] != FORMAT:

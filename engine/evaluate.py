@@ -9,12 +9,8 @@ N documents of all rows.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import exp, isfinite
 from pathlib import Path
@@ -22,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from engine import checkpoint, crew, weights
 from engine.config import Parallel, RunConfig
@@ -30,15 +25,17 @@ from engine.culprits import in_validation
 from engine.data.rows import Array, Rows
 from engine.failure import LostContact, RunFailure
 from engine.loss import SUMS, means
-from engine.makings import ready_data, ready_loader, ready_model, ready_optimizer
-from engine.mesh import Mesh, build
+from engine.makings import ready_data, ready_loader, ready_model
+from engine.mesh import build
 from engine.model import Decoder
 from engine.passes import Passes
 from engine.progress import Reporter
+from engine.restored import Restored
 from engine.standing import standing
 from engine.tally import Tally
-from engine.together import together
+from engine.together import said_once
 from engine.trainer import CHECKPOINTS, PATIENCE
+from engine.workshop import sweep, workshop
 
 _LARGEST = 700.0
 """Of a loss, of which there is a perplexity: e to more is no number here."""
@@ -103,7 +100,11 @@ def main(
         options = [text for name, path in named.items() if path is not None for text in (name, str(path.absolute()))]
         options += [] if ranks is None else ["--ranks", str(ranks)]
         options += [name for name, is_set in (("--json", as_json), ("--documents", documents)) if is_set]
-        return crew.run(["eval", str(run_file.absolute()), *options], ranks=run.parallel.ranks)
+        try:
+            return crew.run(["eval", str(run_file.absolute()), *options], ranks=run.parallel.ranks)
+        finally:
+            # A rank that was killed could not.
+            sweep(run_dir)
     try:
         held = evaluate(run, run_dir, documents=documents)
     except LostContact:
@@ -162,23 +163,26 @@ def evaluate(run: RunConfig, run_dir: Path, *, documents: bool = False) -> Held:
     with workshop(run_dir, mesh) as into:
         tokenizer, prepared = ready_data(run, run_dir, mesh, report, into=into)
         assert prepared.validation is not None
-        with told_by_the_first(mesh):
+        with said_once(mesh):
             decoder = ready_model(run, run_dir, mesh, tokenizer)
-        load(run, run_dir, decoder)
+            load(run, run_dir, decoder)
         held = _evaluated(run, decoder.eval(), prepared.validation, documents=documents)
     mesh.close()
     return held
 
 
 def load(run: RunConfig, run_dir: Path, decoder: Decoder) -> None:
-    """Take the checkpoint's weights, if one is meant, and share them out as the layout asks."""
-    if run.resume is None and not run.parallel.is_shared_out:
-        return
-    optimizer = ready_optimizer(decoder, run.training)
+    """Take the checkpoint's weights, if one is meant, and share them out as the layout asks; nothing trains."""
     if run.resume is not None:
         base = checkpoint.fingerprint(run_dir / run.base) if run.lora is not None and run.base else None
         scale = None if run.lora is None else run.lora.scale
-        checkpoint.load(run.resume, optimizer, base=base, scale=scale)
+        checkpoint.load(run.resume, Restored(decoder), base=base, scale=scale)
+    decoder.requires_grad_(False)
+    if run.parallel.is_shared_out:
+        # What it imports takes seconds and 50 MB, which other layouts need not spend.
+        from engine.sharding import share_out
+
+        share_out(decoder, weights=run.parallel.shard_weights)
 
 
 def _evaluated(run: RunConfig, decoder: Decoder, rows: Rows, *, documents: bool) -> Held:
@@ -196,7 +200,9 @@ def _evaluated(run: RunConfig, decoder: Decoder, rows: Rows, *, documents: bool)
     told = means(total)
     files = [run.data.validation] if isinstance(run.data.validation, Path) else run.data.train
     if not isfinite(told["loss"]):
-        raise in_validation(0, loss=told["loss"], loader=loader, files=files, passes=passes)
+        failure = in_validation(0, loss=told["loss"], loader=loader, files=files, passes=passes)
+        # All have found the same.
+        raise failure if decoder.mesh.world_rank == 0 else LostContact("rank 0 says why")
     losses_N, tokens_N, origins_N = _by_origin(rows, *by_document)
     by_file = [
         _part(str(file), None, origins_N["file"] == number, losses_N, tokens_N) for number, file in enumerate(files)
@@ -272,32 +278,3 @@ def in_words(held: Held) -> str:
 
 def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
-
-
-@contextmanager
-def workshop(run_dir: Path, mesh: Mesh) -> Iterator[Path]:
-    """A folder that all ranks see, for as long as they need it."""
-    mine = None
-    with together(mesh):
-        if mesh.world_rank == 0:
-            mine = tempfile.mkdtemp(prefix=".evaluation-", dir=run_dir)
-    made = [mine] * mesh.parallel.ranks
-    if mesh.parallel.ranks > 1:
-        dist.all_gather_object(made, mine)
-    assert made[0] is not None
-    try:
-        yield Path(made[0])
-    finally:
-        if mine is not None:
-            shutil.rmtree(mine, ignore_errors=True)
-
-
-@contextmanager
-def told_by_the_first(mesh: Mesh) -> Iterator[None]:
-    """What is wrong for all ranks alike is said by one."""
-    try:
-        yield
-    except ValueError as error:
-        if mesh.world_rank:
-            raise LostContact("rank 0 says why") from error
-        raise

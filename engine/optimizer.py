@@ -112,14 +112,24 @@ class Piece:
     """This rank is the one that saves it, where several hold the same."""
 
 
-class AnyOptimizer(Protocol):
-    """What a run and its checkpoints need of an optimizer, however its state is laid out."""
+class Fillable(Protocol):
+    """What a checkpoint is loaded into."""
 
     mesh: Mesh
     steps: int
     """Updates done since the moments were zero."""
     shapes: dict[str, list[int]]
     """Global shape of every trainable parameter, of all stages."""
+
+    def publish(self) -> None:
+        """Let every rank's weights follow from the masters, which were filled from outside."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """The boxes of global parameters that this rank has a share in, padding left out."""
+
+
+class AnyOptimizer(Fillable, Protocol):
+    """What a run and its checkpoints need of an optimizer, however its state is laid out."""
 
     @property
     def slots(self) -> Sequence[Held]:
@@ -136,12 +146,6 @@ class AnyOptimizer(Protocol):
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Begin anew from these weights of this rank's model: no moments, no updates."""
-
-    def publish(self) -> None:
-        """Let every rank's weights follow from the masters, which were filled from outside."""
-
-    def pieces(self) -> Iterator[Piece]:
-        """The boxes of global parameters that this rank has a share in, padding left out."""
 
 
 class Optimizer:

@@ -29,3 +29,35 @@ def together(mesh: Mesh) -> Iterator[None]:
             raise LostContact(f"{raised_anywhere.item()} of {mesh.parallel.ranks} ranks failed")
     if error is not None:
         raise error
+
+
+@contextmanager
+def said_once(mesh: Mesh) -> Iterator[None]:
+    """Likewise; but what rank 0 raises is its alone, as it will be the same for all. Others raise where it does not.
+
+    Such blocks may be in this one as well: what is exchanged here is of the same kind.
+    """
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if mesh.parallel.ranks > 1:
+        is_own = error is not None and not isinstance(error, LostContact)
+        raised_anywhere = torch.tensor((FIRST if mesh.world_rank == 0 else 1) * is_own)
+        try:
+            with mesh.exchange():
+                dist.all_reduce(raised_anywhere)
+        except RuntimeError:
+            # Somebody is gone, who may not have come here. One's own reason says more.
+            if error is None:
+                raise
+        else:
+            if (raised_anywhere and error is None) or (raised_anywhere >= FIRST and mesh.world_rank > 0):
+                raise LostContact("another rank says why") from error
+    if error is not None:
+        raise error
+
+
+FIRST = 2**32
+"""More than there are ranks."""

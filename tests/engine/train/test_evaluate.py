@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from math import exp
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine import evaluate
 from engine.__main__ import main
-from engine.config import RunConfig
+from engine.config import Parallel, RunConfig
 from engine.evaluate import Held, asked
+from engine.failure import LostContact
+from engine.inventory import InvalidWeights
+from engine.optimizer import Optimizer
+from engine.weights import Folder
 from tests.engine.train import runs
 from tests.worlds import World
 
@@ -130,6 +137,60 @@ def test_as_a_person_calls_it_on_two_ranks_and_nothing_in_the_folder_changes(bas
     assert told["lines"] is None
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert after == before
+
+
+def test_a_checkpoint_is_read_without_what_training_it_would_take(base: Path, tmp_path: Path, world2: World) -> None:
+    run = completions(base, tmp_path, training={"steps": 2, "lr": 0.01, "eval_every": 2})
+    (evaluated,) = [event for event in runs.events_of(tmp_path, run) if event.type == "evaluated"]
+    saved = tmp_path / "checkpoints" / "step-00000002"
+    for layout in ("data-weights", "pipeline"):
+        shared = asked(
+            run.model_copy(update={"parallel": Parallel.model_validate(runs.LAYOUTS[layout])}), tmp_path, saved
+        )
+        for found in world2.run(evaluated_untrained, shared, tmp_path):
+            assert found.loss == pytest.approx(evaluated.loss, rel=1e-5)
+
+
+def evaluated_untrained(run: RunConfig, run_dir: Path) -> Held:
+    with patch.object(Optimizer, "__init__", side_effect=AssertionError("nothing is trained")):
+        return evaluate.evaluate(run, run_dir)
+
+
+def reason(run: RunConfig, run_dir: Path, bad: list[int]) -> str:
+    """What this rank raises where some can't read the base's tensors."""
+    damaged = InvalidWeights(f"damaged for rank {dist.get_rank()}")
+    broken = patch.object(Folder, "piece", side_effect=damaged) if dist.get_rank() in bad else nullcontext()
+    with broken, pytest.raises((ValueError, LostContact)) as raised:
+        evaluate.evaluate(run, run_dir)
+    return f"{raised.typename}: {raised.value}"
+
+
+@pytest.mark.parametrize(("bad", "who_says"), [([0], 0), ([1], 1), ([0, 1], 0)])
+def test_whichever_rank_meets_what_is_wrong_its_reason_is_said_and_once(
+    base: Path, tmp_path: Path, world2: World, bad: list[int], who_says: int
+) -> None:
+    run = asked(completions(base, tmp_path, parallel=runs.LAYOUTS["pipeline"]), tmp_path)
+    said = world2.run(reason, run, tmp_path, bad)
+    assert said[who_says] == f"InvalidWeights: damaged for rank {who_says}"
+    assert said[1 - who_says].startswith("LostContact")
+
+
+def test_one_that_was_killed_leaves_nothing_for_longer_than_to_the_next(base: Path, tmp_path: Path) -> None:
+    run = completions(base, tmp_path)
+    code = (
+        "import sys, tempfile, time; from pathlib import Path; from engine import workshop; "
+        "print(workshop._made(Path(sys.argv[1]))[0], flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        folder = Path(killed.stdout.readline().strip())
+        # One that is at work beside it takes nothing from it.
+        evaluate.evaluate(asked(run, tmp_path), tmp_path)
+        assert [*tmp_path.glob(".evaluation-*")] == [folder]
+        killed.kill()
+        killed.wait(DEADLINE)
+    evaluate.evaluate(asked(run, tmp_path), tmp_path)
+    assert not list(tmp_path.glob(".evaluation-*"))
 
 
 def test_what_cannot_be_evaluated_is_refused_in_words(base: Path, tmp_path: Path, capsys: Any) -> None:
