@@ -5,7 +5,8 @@ Torch adds bf16 to fp32 element by element on a CPU; widened first, within the c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,14 +14,21 @@ from torch import Tensor
 ELEMENTS = 2**18
 """Of fp32 that one core's cache keeps: 1 MiB."""
 
-WIDENED = 2**20
-"""Of a whole gradient, at once: further on in the caches, but a call of the optimizer's costs as much as 2^15."""
+WIDENED = 2**22
+"""Of whole gradients, at once: further on in the caches, but each stretch takes a dozen calls of the optimizer's."""
 
 
 def rows_in_cache(x_ND: Tensor) -> int:
-    """How many rows of `x_ND`, in fp32, the caches of the cores at work keep; all on a GPU, where launches count."""
+    """How many rows of `x_ND`, in fp32, to take at a time: alike, and no more than caches of the cores at work keep.
+
+    All on a GPU, where launches count.
+    """
     rows, features = x_ND.shape
-    return rows if x_ND.is_cuda else min(rows, max(1, ELEMENTS * torch.get_num_threads() // features))
+    if x_ND.is_cuda:
+        return rows
+    # A remainder of two rows would cost the calls of a whole block.
+    blocks = max(1, -(-rows * features // (ELEMENTS * torch.get_num_threads())))
+    return max(1, -(-rows // blocks))
 
 
 def add_wide(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
@@ -35,15 +43,28 @@ def add_wide(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
         some_N.add_(wide_N[: len(added_N)].copy_(added_N), alpha=factor)
 
 
-def widened(x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """A tensor in fp32, flat, some elements at a time, with the place of the first. They are good until the next."""
-    x_N = x.reshape(-1)
-    if x_N.dtype == torch.float32:
-        yield 0, x_N
+def widened(parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Tensors of one type in fp32, flat and side by side: some elements at a time, with the place of the first.
+
+    They are good until the next. What is fp32 already comes as it is, a tensor at a time.
+    """
+    flat = [part.reshape(-1) for part in parts]
+    first = 0
+    if flat and flat[0].dtype == torch.float32:
+        for x_N in flat:
+            yield first, x_N
+            first += x_N.shape[0]
         return
-    wide_K = torch.empty(min(WIDENED, len(x_N)), dtype=torch.float32, device=x.device)
-    for first, some_K in zip(range(0, len(x_N), WIDENED), torch.split(x_N, WIDENED), strict=True):
-        yield first, wide_K[: len(some_K)].copy_(some_K)
+    wide_K = torch.empty(min(WIDENED, sum(x_N.shape[0] for x_N in flat)), dtype=torch.float32, device=flat[0].device)
+    filled = 0
+    for some_K in chain.from_iterable(torch.split(x_N, WIDENED) for x_N in flat):
+        size = some_K.shape[0]
+        if filled + size > WIDENED:
+            yield first, wide_K[:filled]
+            first, filled = first + filled, 0
+        wide_K[filled : filled + size].copy_(some_K)
+        filled += size
+    yield first, wide_K[:filled]
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

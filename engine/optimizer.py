@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import isfinite, prod
 from operator import mul
 from typing import Protocol, cast
@@ -226,8 +226,7 @@ class Optimizer:
         for landing in self._landings:
             if landing.is_used:
                 whole = landing.taken()
-                for _, wide_K in widened(landing.total if whole is None else whole):
-                    total += square_sum(wide_K)
+                total += square_sum(landing.total if whole is None else whole)
         return float(total.sqrt())
 
     @torch.no_grad()
@@ -246,8 +245,9 @@ class Optimizer:
         for run in self.runs:
             if run.kind.copy > 0:
                 continue
-            for _, gradient in self._gradients(run):
-                total += square_sum(gradient)
+            for _, gradients in self._gradients(run):
+                for gradient in gradients:
+                    total += square_sum(gradient)
         return norm_over(self.mesh, total, "model", *(["replicas"] if self.shards > 1 else []))
 
     def update(self, *, lr: float, norm: float) -> None:
@@ -257,7 +257,7 @@ class Optimizer:
             if follows:
                 continue
             of_a_kind = list(runs)
-            for here, gradient in self._gradients(Run(of_a_kind[0].kind, of_a_kind[0].start, of_a_kind[-1].stop)):
+            for here, gradient in self._wide(Run(of_a_kind[0].kind, of_a_kind[0].start, of_a_kind[-1].stop)):
                 move(
                     [self.masters_S[here]],
                     [gradient],
@@ -275,20 +275,25 @@ class Optimizer:
         self._whole = []
         self._spread()
 
-    def _gradients(self, run: Run) -> Iterator[tuple[slice, Tensor]]:
-        """The fp32 gradient of what this replica has of a run, in stretches of the share, good until the next one."""
+    def _gradients(self, run: Run) -> Iterator[tuple[slice, list[Tensor]]]:
+        """What this replica has of a run's gradient, in stretches of the share: one of the buffer, or side by side what
+        stayed as it came."""
         own = run.within(self.own)
         start = own.start
-        for slot, whole in self._whole:
-            if not run.start <= slot.start < run.stop:
-                continue
-            if start < slot.start:
-                yield slice(start, slot.start), self.gradients_S[start : slot.start]
-            for first, wide_K in widened(whole):
-                yield slice(slot.start + first, slot.start + first + len(wide_K)), wide_K
-            start = aligned(slot.stop)
+        for side_by_side in adjoining([kept for kept in self._whole if run.start <= kept[0].start < run.stop]):
+            begin, end = side_by_side[0][0].start, side_by_side[-1][0].stop
+            if start < begin:
+                yield slice(start, begin), [self.gradients_S[start:begin]]
+            yield slice(begin, end), [whole for _, whole in side_by_side]
+            start = aligned(end)
         if start < own.stop:
-            yield slice(start, own.stop), self.gradients_S[start : own.stop]
+            yield slice(start, own.stop), [self.gradients_S[start : own.stop]]
+
+    def _wide(self, run: Run) -> Iterator[tuple[slice, Tensor]]:
+        """The same in fp32, in stretches that are good until the next one."""
+        for there, gradients in self._gradients(run):
+            for first, wide_K in widened(gradients):
+                yield slice(there.start + first, there.start + first + wide_K.shape[0]), wide_K
 
     def publish(self) -> None:
         """Round the masters to the weights, and gather every rank's share of them; ends take the first one's."""
@@ -341,13 +346,21 @@ def norm_over(mesh: Mesh, squares: Tensor, *groups: str) -> float:
         return float(squares.sqrt())
 
 
-def square_sum(x_N: Tensor) -> Tensor:
-    """fp64 scalar: sum of the squares of a flat tensor, in one pass over it."""
-    whole = len(x_N) // NORM_CHUNK * NORM_CHUNK
-    norms = torch.linalg.vector_norm(x_N[:whole].view(-1, NORM_CHUNK), dim=1)
+def adjoining(kept: Sequence[tuple[Slot, Tensor]]) -> Iterator[list[tuple[Slot, Tensor]]]:
+    """The same in groups of slots, each of which begins where the one before ends."""
+    begins = [0, *(at for at in range(1, len(kept)) if kept[at - 1][0].stop != kept[at][0].start), len(kept)]
+    yield from (list(kept[begin:end]) for begin, end in pairwise(begins) if begin < end)
+
+
+def square_sum(x: Tensor) -> Tensor:
+    """fp64 scalar: sum of the squares of a tensor of any type, in one pass over it."""
+    x_N = x.reshape(-1)
+    size = x_N.shape[0]
+    whole = size // NORM_CHUNK * NORM_CHUNK
+    norms = torch.linalg.vector_norm(x_N[:whole].view(-1, NORM_CHUNK), dim=1, dtype=torch.float32)
     total = norms.double().square().sum()
-    if whole < len(x_N):
-        total += torch.linalg.vector_norm(x_N[whole:]).double().square()
+    if whole < size:
+        total += torch.linalg.vector_norm(x_N[whole:], dtype=torch.float32).double().square()
     return cast(Tensor, total)
 
 

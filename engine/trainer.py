@@ -6,9 +6,11 @@ What it is made of is told elsewhere: the loss in `engine.model`, the update in 
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -75,7 +77,7 @@ def train(run: RunConfig, run_dir: Path, emit: Emit, wish: StopWish, whereabouts
     work.resume()
     wish.note()
     work.announce()
-    with work.saver:
+    with work.saver, settled():
         done = work.all_steps()
     work.tell_outliers()
     if not done:
@@ -88,6 +90,17 @@ def train(run: RunConfig, run_dir: Path, emit: Emit, wish: StopWish, whereabouts
         wish.note()
         emit(Finished(step=work.step, tokens=work.tokens, stopped_early=work.ends_early, exported_step=step))
     mesh.close()
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """What there is already is not searched for garbage meanwhile: it stays, hundreds of thousands of objects."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(frozen=True)

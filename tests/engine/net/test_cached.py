@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine import cached
-from engine.cached import add_wide, rows_in_cache, scaled
+from engine.cached import add_wide, rows_in_cache, scaled, widened
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +37,23 @@ def test_a_product_is_rounded_once(dtype: torch.dtype) -> None:
 
 def test_the_caches_keep_at_least_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert rows_in_cache(torch.empty(50, 10)) == 20
+    assert rows_in_cache(torch.empty(40, 10)) == 20
+    assert rows_in_cache(torch.empty(41, 10)) == 14
     assert rows_in_cache(torch.empty(5, 10)) == 5
     assert rows_in_cache(torch.empty(5, 1000)) == 1
+
+
+def test_tensors_side_by_side_come_in_fp32_in_stretches_that_hold_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached, "WIDENED", 100)
+    parts = [torch.randn(size).bfloat16() for size in (30, 70, 250, 1)]
+    stretches = [(first, wide_K.clone()) for first, wide_K in widened(parts)]
+    assert [(first, len(wide_K)) for first, wide_K in stretches] == [(0, 100), (100, 100), (200, 100), (300, 51)]
+    assert torch.equal(torch.cat([wide_K for _, wide_K in stretches]), torch.cat(parts).float())
+
+
+def test_what_is_fp32_already_comes_as_it_is() -> None:
+    parts = [torch.randn(3, 5), torch.randn(7)]
+    (zero, first), (fifteen, second) = widened(parts)
+    assert (zero, fifteen) == (0, 15)
+    assert first.data_ptr() == parts[0].data_ptr()
+    assert second.data_ptr() == parts[1].data_ptr()

@@ -115,6 +115,8 @@ def test_without_a_limit_nothing_is_clipped():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_large_gradient_takes_no_place_in_the_buffer_until_a_second_one_is_added(dtype):
     shapes = {"small": (8, 6), "large": (WORTH // 501 + 1, 501), "behind": (5, 3), "norm": (6,)}
+    # Behind the first is a gap, for a slot begins on a cache line; the other two lie side by side.
+    shapes |= {"larger": (WORTH // 64, 65), "largest": (WORTH // 64, 66)}
     generator = torch.Generator().manual_seed(1)
     drawn = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     mine = {name: place(Parameter(whole.clone()), Placement(shapes[name])) for name, whole in drawn.items()}
