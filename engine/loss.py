@@ -21,7 +21,7 @@ from engine.cached import add_wide, rows_in_cache, scaled
 from engine.comm import TensorAxis, max_over, start_gather_tokens, start_sum_parts, sum_over
 from engine.landing import landing_of
 from engine.placement import Placement, placement_of
-from engine.plan.memory import CHUNK_LOGITS
+from engine.plan.passing import CHUNK_LOGITS, chunk_of
 
 PRODUCT = 2**21
 """Elements of a product that are added up while a CPU's cores have them: 4 MiB in bf16."""
@@ -228,7 +228,7 @@ def _by_chunks(
     """
     loss_M = torch.empty_like(weights_M)
     first_M = torch.empty_like(labels_M, dtype=torch.bool)
-    step = min(len(x_MD), max(1, chunk_logits // weight_VD.shape[0]))
+    step = chunk_of(len(x_MD), weight_VD.shape[0], chunk_logits)
     logits_NV = x_MD.new_empty(step, weight_VD.shape[0])
     for start in range(0, len(x_MD), step):
         here = slice(start, start + step)

@@ -31,7 +31,7 @@ from engine.mesh import ENDS, Mesh, alone
 from engine.mlp import MLP
 from engine.norm import NORMS
 from engine.placement import place, placement_of
-from engine.plan.memory import CHUNK_LOGITS
+from engine.plan.passing import CHUNK_LOGITS
 from engine.plan.stages import Stage, chunks
 from engine.rope import Rope
 

@@ -80,7 +80,7 @@ class ShareOptimizer:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for share, gradient in zip(self.slots, self._gradients, strict=True):
             if share.kind.copy == 0:
-                total += square_sum(gradient.flatten())
+                total += square_sum(gradient)
         return norm_over(self.mesh, total, "model", "replicas")
 
     @torch.no_grad()
@@ -113,9 +113,10 @@ class ShareOptimizer:
     @torch.no_grad()
     def drop_gradients(self) -> float:
         """Forget the gradients that have come since the last step; the L2 norm of the replicas' sum of them."""
+        self._gradients = []
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for share in self.slots:
-            total += square_sum(_taken(share).flatten())
+            total += square_sum(_taken(share))
         return norm_over(self.mesh, total, "replicas")
 
     @torch.no_grad()

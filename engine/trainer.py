@@ -299,6 +299,8 @@ class Work:
         told = means(summed[: len(sums)])
         loss = told["loss"]
         if not (isfinite(loss) and isfinite(norm)):
+            # Nobody uses what was summed, and whoever looks for the rows needs its room.
+            self.optimizer.drop_gradients()
             raise in_step(
                 self.step,
                 loss=loss,

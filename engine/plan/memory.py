@@ -15,7 +15,6 @@ from typing import Literal, get_args
 from engine.config import Lora, ModelShape, Operation, Parallel, Recompute, RunConfig
 from engine.plan import budget, passing
 from engine.plan.holdings import Holdings, holdings
-from engine.plan.passing import CHUNK_LOGITS as CHUNK_LOGITS
 from engine.plan.recompute import ELEMENTS, FP32, Setting
 from engine.plan.saved import Layers, by_pass
 from engine.plan.stages import Stage, stages

@@ -8,8 +8,8 @@ from __future__ import annotations
 from engine.plan.holdings import keys_per_rank
 from engine.plan.recompute import FP32, Setting
 
-CHUNK_LOGITS = 2**24
-"""Logits that exist at once in the loss, in elements: 32 MiB in bf16."""
+CHUNK_LOGITS = 2**25
+"""Most logits that exist at once in the loss, in elements: 64 MiB in bf16."""
 PRODUCT = 2**21
 """Elements of the output's gradient that a CPU makes at once."""
 ID = 8
@@ -21,6 +21,12 @@ CPU_QUERIES = 256
 """Queries whose scores a CPU makes at once, going back."""
 OF_A_LABEL = 4 * ID
 """Bytes: weight, loss, place in the vocabulary and the like."""
+
+
+def chunk_of(tokens: int, vocab: int, most: int = CHUNK_LOGITS) -> int:
+    """Tokens whose logits exist at once, of so many entries of the vocabulary each: all chunks have about as many."""
+    chunks = -(-tokens // max(1, most // vocab))
+    return -(-tokens // max(1, chunks))
 
 
 def batches(setting: Setting, *, micro_batches: int) -> int:
@@ -41,7 +47,7 @@ def logits(setting: Setting, *, trains: bool) -> int:
     """Bytes of a chunk's logits, in the model's precision and in fp32, and of what the output's gradient adds."""
     shape = setting.shape
     share = -(-shape.vocab_size // setting.parallel.tensor)
-    chunk = min(setting.tokens, max(1, CHUNK_LOGITS // share)) * share
+    chunk = chunk_of(setting.tokens, share) * share
     whole = share * shape.hidden_size
     # On a CPU the product is made some rows at a time, and added in fp32 in the cores' caches.
     product = (

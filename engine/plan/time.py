@@ -226,7 +226,7 @@ class Timer:
         exchange = self._of_a_layer(setting)
         # Backward, what comes out of a matrix is exchanged while the gradient of its weights is made. Under sequence
         # parallelism what goes into the next one is gathered too, and nothing hides that.
-        hidden = backward / 2 if step.lora is None and device.host is None else 0.0
+        hidden = backward / 2 if step.lora is None and self.host is None else 0.0
         returning = max(0.0, exchange - hidden) + (exchange / 2 if parallel.sequence else 0.0)
         replay = (
             self._multiplied_again(layer, again.products, layout.replayed) + FORWARD_TRAFFIC * dropped / self.traffic
