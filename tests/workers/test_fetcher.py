@@ -192,6 +192,25 @@ def test_a_file_that_went_from_the_hub_is_the_end_of_it(asking: Services, fake: 
     assert f"has no hf://org/tiny@{COMMIT}/{WEIGHTS}" in (found.reason or "")
 
 
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        pytest.param(401, "HF_TOKEN", id="it became private"),
+        pytest.param(403, "accepted its terms", id="it became gated"),
+        pytest.param(410, "look at its name and revision there", id="it is gone"),
+    ],
+)
+def test_what_the_hub_refuses_is_given_up_at_once_with_what_to_do(
+    asking: Services, fake: FakeHub, owner: Account, status: int, words: str
+) -> None:
+    key = begin(asking, owner)
+    fake.answers = [status]
+    look(asking)
+    found = row(asking, key)
+    assert (found.status, found.attempts) == ("failed", 1)
+    assert words in (found.reason or "")
+
+
 def test_weights_of_another_model_are_found_once_they_are_here(asking: Services, fake: FakeHub, owner: Account) -> None:
     fake.files[WEIGHTS] = weights({"x": ("F32", (1,))})
     key = begin(asking, owner)
