@@ -50,7 +50,7 @@ class ErrorOut(BaseModel):
 def errors(*kinds: type[DomainError]) -> dict[int | str, dict[str, Any]]:
     """OpenAPI `responses` for the errors that a route raises. What can happen everywhere is among them."""
     by_status: dict[int, list[str]] = {}
-    everywhere: tuple[type[DomainError], ...] = (InvalidRequest, InvalidKey, TooManyRequests)
+    everywhere: tuple[type[DomainError], ...] = (InvalidRequest, InvalidKey, TooManyRequests, Unavailable)
     for kind in dict.fromkeys(everywhere + kinds):
         by_status.setdefault(kind.status, []).append(f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}")
     return {

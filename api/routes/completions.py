@@ -20,7 +20,7 @@ from api.schemas import ChatCompletionOut, CompletionOut
 from api.turns import Turns
 from core import catalog
 from core.described import Described
-from core.errors import ContextTooLong, DomainError, Failed, InvalidModel, NotFound, NotReady, TimedOut, Unavailable
+from core.errors import ContextTooLong, DomainError, Failed, InvalidModel, NotFound, NotReady, TimedOut
 from core.keys import Account
 from core.sampling import Line
 from core.services import Services
@@ -199,7 +199,7 @@ class ChatAsk(Ask):
         return top
 
 
-RAISED = errors(ContextTooLong, InvalidModel, NotFound, NotReady, Failed, Unavailable, TimedOut)
+RAISED = errors(ContextTooLong, InvalidModel, NotFound, NotReady, Failed, TimedOut)
 STREAM = "text/event-stream"
 
 

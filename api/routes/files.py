@@ -31,7 +31,6 @@ from core.errors import (
     NotFound,
     NotReady,
     QuotaExceeded,
-    Unavailable,
 )
 from core.keys import Account
 from core.services import Services
@@ -106,7 +105,7 @@ FORM: dict[str, Any] = {
 }
 
 
-@router.post("", openapi_extra=FORM, responses=errors(InvalidFile, FileTooLarge, QuotaExceeded, Forbidden, Unavailable))
+@router.post("", openapi_extra=FORM, responses=errors(InvalidFile, FileTooLarge, QuotaExceeded, Forbidden))
 async def upload(
     request: Request, upload: Annotated[Upload, Depends(received)], owner: SubmitterDep, services: ServicesDep
 ) -> FileOut:
@@ -191,7 +190,7 @@ OverlongDep = Annotated[Overlong, Query(description="What a job would do with an
     "/{file_id}/report",
     response_model=ReportOut,
     response_model_exclude_unset=True,
-    responses=errors(NotFound, InvalidModel, Unavailable),
+    responses=errors(NotFound, InvalidModel),
 )
 async def get_report(
     file_id: FileId,
@@ -241,7 +240,7 @@ class PreviewAsk(Described):
     """What the job would do with an example longer than a row."""
 
 
-@router.post("/{file_id}/preview", responses=errors(NotFound, InvalidModel, NotReady, Unavailable))
+@router.post("/{file_id}/preview", responses=errors(NotFound, InvalidModel, NotReady))
 async def preview(
     file_id: FileId, ask: PreviewAsk, request: Request, owner: OwnerDep, services: ServicesDep
 ) -> PreviewOut:

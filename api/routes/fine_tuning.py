@@ -48,7 +48,6 @@ from core.errors import (
     NotFound,
     NotReady,
     QuotaExceeded,
-    Unavailable,
 )
 from core.keys import Account
 from core.models import Job
@@ -89,9 +88,7 @@ def shown_all(session: Session, found: Sequence[Job]) -> list[FineTuningJobOut]:
     return [FineTuningJobOut.of(job, now=now, result_file=files.get(job.id)) for job in found]
 
 
-@router.post(
-    "/jobs", responses=errors(InvalidSpec, InvalidModel, NotFound, NotReady, Forbidden, QuotaExceeded, Unavailable)
-)
+@router.post("/jobs", responses=errors(InvalidSpec, InvalidModel, NotFound, NotReady, Forbidden, QuotaExceeded))
 @few_at_once
 def create(
     ask: FineTuneAsk,

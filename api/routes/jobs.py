@@ -38,7 +38,7 @@ from api.schemas import (
 from api.shown import shown, shown_all
 from api.trips import OneTrip, few_at_once
 from core import artifacts, checkpoints, events, joblogs, jobs, metrics, removal
-from core.errors import Forbidden, InUse, InvalidMove, InvalidSpec, NotFound, NotReady, QuotaExceeded, Unavailable
+from core.errors import Forbidden, InUse, InvalidMove, InvalidSpec, NotFound, NotReady, QuotaExceeded
 from core.models import Job
 from core.spec import JobChange, JobSpec, LayoutAsk
 from core.states import TERMINAL, JobState
@@ -50,9 +50,7 @@ JobId = Annotated[str, Path(alias="job_id", description="Id of the job.", exampl
 LOG_RANK = "x-log-rank"
 
 
-@router.post(
-    "", status_code=201, responses=errors(InvalidSpec, NotFound, NotReady, Forbidden, QuotaExceeded, Unavailable)
-)
+@router.post("", status_code=201, responses=errors(InvalidSpec, NotFound, NotReady, Forbidden, QuotaExceeded))
 @few_at_once
 def submit(
     spec: JobSpec,
@@ -112,7 +110,7 @@ def pause(job_id: JobId, owner: SubmitterDep, session: SessionDep) -> JobOut:
     return shown(session, jobs.pause(session, owner, job_id))
 
 
-@router.post("/{job_id}/resume", responses=errors(NotFound, NotReady, InvalidMove, InvalidSpec, Forbidden, Unavailable))
+@router.post("/{job_id}/resume", responses=errors(NotFound, NotReady, InvalidMove, InvalidSpec, Forbidden))
 def resume(
     job_id: JobId,
     owner: SubmitterDep,
@@ -131,7 +129,7 @@ def resume(
     return shown(session, job)
 
 
-@router.post("/{job_id}/retry", responses=errors(NotFound, NotReady, InvalidMove, Forbidden, Unavailable))
+@router.post("/{job_id}/retry", responses=errors(NotFound, NotReady, InvalidMove, Forbidden))
 def retry(
     job_id: JobId, owner: SubmitterDep, session: SessionDep, reading: ReadingDep, services: ServicesDep
 ) -> JobOut:

@@ -16,7 +16,7 @@ from api.trips import OneTrip
 from api.turns import Turns
 from core import catalog, downloads
 from core.described import Described
-from core.errors import Forbidden, InUse, InvalidModel, InvalidSpec, NotFound, QuotaExceeded, Unavailable
+from core.errors import Forbidden, InUse, InvalidModel, InvalidSpec, NotFound, QuotaExceeded
 from core.keys import Account
 from core.services import Services
 
@@ -40,9 +40,7 @@ class NewModel(Described):
     object: Literal["model"] = "model"
 
 
-@router.post(
-    "", status_code=201, responses=errors(InvalidSpec, InvalidModel, NotFound, Forbidden, QuotaExceeded, Unavailable)
-)
+@router.post("", status_code=201, responses=errors(InvalidSpec, InvalidModel, NotFound, Forbidden, QuotaExceeded))
 async def register(new: NewModel, request: Request, owner: SubmitterDep, services: ServicesDep) -> ModelOut:
     """Register a base: a folder under the models directory, a job's result under a name of your own, or one of a hub.
 
@@ -71,7 +69,7 @@ def _named(services: Services, owner: Account, name: str, source: str | dict[str
         return ModelOut.of(model, seen_by=owner)
 
 
-@router.get("", responses=errors(Unavailable))
+@router.get("", responses=errors())
 def list_models(owner: OwnerDep, session: ReadingDep, services: ServicesDep) -> ModelList:
     """List the models that can be trained further or sampled from."""
     found = catalog.list_(session, owner, models=services.settings.models)
@@ -80,7 +78,7 @@ def list_models(owner: OwnerDep, session: ReadingDep, services: ServicesDep) -> 
 
 
 # A model's name may hold slashes, which arrive decoded.
-@router.get("/{model:path}", responses=errors(NotFound, Unavailable))
+@router.get("/{model:path}", responses=errors(NotFound))
 def get_model(
     model: Annotated[str, Path(description="Name of the model.")],
     owner: OwnerDep,
@@ -92,7 +90,7 @@ def get_model(
     return ModelOut.of(found, seen_by=owner, download=downloads.of(session, [found]).get(found.key))
 
 
-@router.delete("/{model:path}", responses=errors(NotFound, InUse, Forbidden, Unavailable))
+@router.delete("/{model:path}", responses=errors(NotFound, InUse, Forbidden))
 def delete_model(
     model: Annotated[str, Path(description="Name of the model.")],
     owner: SubmitterDep,

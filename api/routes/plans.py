@@ -9,13 +9,13 @@ from api.errors import errors
 from api.schemas import PlanOut
 from api.trips import OneTrip
 from core import plans
-from core.errors import InvalidSpec, NotFound, NotReady, Unavailable
+from core.errors import InvalidSpec, NotFound, NotReady
 from core.spec import JobSpec
 
 router = APIRouter(prefix="/v1/plans", tags=["jobs"], route_class=OneTrip)
 
 
-@router.post("", responses=errors(InvalidSpec, NotFound, NotReady, Unavailable))
+@router.post("", responses=errors(InvalidSpec, NotFound, NotReady))
 def plan(spec: JobSpec, owner: OwnerDep, session: ReadingDep, services: ServicesDep) -> PlanOut:
     """Plan a job without queueing it: what it would read, its layout, bytes, FLOPs and disk, and when it would start.
 

@@ -29,7 +29,7 @@ from api.schemas import UploadList, UploadOut, UploadPartList, UploadPartOut
 from api.trips import OneTrip
 from core import files, uploads
 from core.described import Described
-from core.errors import FileTooLarge, Forbidden, InvalidFile, InvalidMove, NotFound, QuotaExceeded, Unavailable
+from core.errors import FileTooLarge, Forbidden, InvalidFile, InvalidMove, NotFound, QuotaExceeded
 from core.keys import Account
 from core.models import Upload
 from core.services import Services
@@ -169,7 +169,7 @@ FORM: dict[str, Any] = {
 @router.post(
     "/{upload_id}/parts",
     openapi_extra=FORM,
-    responses=errors(NotFound, InvalidMove, FileTooLarge, QuotaExceeded, Forbidden, Unavailable),
+    responses=errors(NotFound, InvalidMove, FileTooLarge, QuotaExceeded, Forbidden),
 )
 async def add_part(
     upload_id: UploadId, form: Annotated[Form, Depends(received_part)], owner: SubmitterDep, services: ServicesDep
@@ -181,7 +181,7 @@ async def add_part(
 
 @router.post(
     "/{upload_id}/complete",
-    responses=errors(NotFound, InvalidMove, InvalidFile, FileTooLarge, QuotaExceeded, Forbidden, Unavailable),
+    responses=errors(NotFound, InvalidMove, InvalidFile, FileTooLarge, QuotaExceeded, Forbidden),
 )
 async def complete_upload(
     upload_id: UploadId, completion: Completion, request: Request, owner: SubmitterDep, services: ServicesDep

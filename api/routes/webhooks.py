@@ -26,7 +26,7 @@ from api.trips import OneTrip
 from api.turns import Turns
 from core import outbox, posting, webhooks
 from core.described import Described
-from core.errors import Forbidden, NotFound, Unavailable, Undelivered
+from core.errors import Forbidden, NotFound, Undelivered
 from core.keys import Account
 from core.models import new_id
 from core.reach import UnreachableError
@@ -156,7 +156,7 @@ def list_deliveries(
     return WebhookDeliveryList(data=[WebhookDeliveryOut.of(one) for one in page.data], has_more=page.has_more)
 
 
-@router.post("/webhook_endpoints/{endpoint_id}/test", responses=errors(NotFound, Forbidden, Undelivered, Unavailable))
+@router.post("/webhook_endpoints/{endpoint_id}/test", responses=errors(NotFound, Forbidden, Undelivered))
 async def test_endpoint(
     endpoint_id: EndpointId, trial: Trial, request: Request, owner: SubmitterDep, services: ServicesDep
 ) -> WebhookTestOut:
