@@ -28,6 +28,7 @@ from engine.config import (
     Export,
     Lora,
     ModelShape,
+    Operation,
     Parallel,
     Recompute,
     RunConfig,
@@ -188,8 +189,9 @@ def resolve(
     except ValueError as error:
         _refuse(_blamed(str(error), "recompute"), str(error))
     _check_memory(needs, cluster)
-    plan = _plan(shape, lora, needs, steps, rows, run)
-    plan |= layouts.timed(run, shape, cluster, replayed=budget.replayed(run, shape), steps=steps)
+    replayed = budget.replayed(run, shape)
+    plan = _plan(shape, lora, needs, steps, rows, run, replayed)
+    plan |= layouts.timed(run, shape, cluster, replayed=replayed, steps=steps)
     return Resolution(run, slots=parallel.ranks, plan=plan, shape=shape, packed=packed)
 
 
@@ -783,10 +785,17 @@ def _check_memory(needs: Memory, cluster: ClusterFacts) -> None:
     )
 
 
-def _plan(shape: ModelShape, lora: Lora | None, needs: Memory, steps: int, rows: int, run: RunConfig) -> dict[str, Any]:
+def _plan(
+    shape: ModelShape,
+    lora: Lora | None,
+    needs: Memory,
+    steps: int,
+    rows: int,
+    run: RunConfig,
+    replayed: frozenset[Operation],
+) -> dict[str, Any]:
     parameters = _parameters(shape)
     adapters = _adapter_parameters(shape, lora) if lora else None
-    replayed = budget.replayed(run, shape)
     return {
         "parameters": parameters + (adapters or 0),
         "trainable_parameters": parameters if adapters is None else adapters,

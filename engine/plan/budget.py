@@ -27,6 +27,8 @@ def replayed_by_rank(run: RunConfig, shape: ModelShape) -> list[frozenset[Operat
     with what would do for each.
     """
     parallel = run.parallel
+    if run.recompute.budget_gib is None:
+        return [run.recompute.replayed] * parallel.pipeline
     micro_batches = run.training.global_batch // (run.training.micro_batch * parallel.data)
     layers = [waiting(shape, parallel, rank=rank, micro_batches=micro_batches) for rank in range(parallel.pipeline)]
     setting = Setting.of(run, shape)
