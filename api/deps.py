@@ -19,6 +19,7 @@ from core import keys, quotas
 from core.errors import TooManyRequests
 from core.keys import Account
 from core.services import Services
+from core.settings import Settings
 from core.tries import Try
 
 Scope = Literal["read", "submit", "admin"]
@@ -64,8 +65,6 @@ def holding(scope: Scope, *, counted: bool = True) -> Callable[..., Awaitable[Ac
     def account(
         request: Request,
         credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
-        organization: Annotated[str | None, Header(alias="openai-organization", include_in_schema=False)] = None,
-        project: Annotated[str | None, Header(alias="openai-project", include_in_schema=False)] = None,
     ) -> Account:
         services = services_of(request)
         with trips.reading(services.db) as session:
@@ -75,7 +74,9 @@ def holding(scope: Scope, *, counted: bool = True) -> Callable[..., Awaitable[Ac
                 found = keys.authenticate(session, credentials.credentials)
         if counted:
             count(request, services, found)
-        found.belongs_to(organization=organization, project=project)
+        # Every request comes this way, few with these headers: FastAPI takes longer for each than a query for its row.
+        said = request.headers.get
+        found.belongs_to(organization=said("openai-organization"), project=said("openai-project"))
         found.require(scope)
         return found
 
@@ -128,18 +129,25 @@ OrderDep = Annotated[Literal["asc", "desc"], Query(description="By time.")]
 
 
 @dataclass(frozen=True)
-class Trying:
-    """What a create says of its other tries."""
+class Creating:
+    """What a create of a job works with, in one: FastAPI looks for each dependency as long as a query takes."""
 
+    owner: Account
+    session: Session
+    """That of the create, which may write."""
+    reading: Session
+    """For what can be looked up before."""
+    settings: Settings
     idempotency_key: str | None
     number: int
+    """How many other tries its client says that it has made before."""
     around: Surroundings
 
-    def of(self, owner: Account, ask: BaseModel) -> Try:
-        body = ask.model_dump_json().encode()
+    def tried(self, ask: BaseModel) -> Try:
+        """Which try of a create this is, whose body is `ask`."""
         return Try.of(
-            owner,
-            body,
+            self.owner,
+            ask.model_dump_json().encode(),
             idempotency_key=self.idempotency_key,
             number=self.number,
             came_at=self.around.came_at,
@@ -147,15 +155,19 @@ class Trying:
         )
 
 
-def trying(
+def creating(
     request: Request,
+    owner: SubmitterDep,
     idempotency_key: Annotated[
         str | None, Header(min_length=1, max_length=255, description="The same key again returns the same job.")
     ] = None,
     retries: Annotated[int, Header(alias="x-stainless-retry-count", ge=0, le=10**6, include_in_schema=False)] = 0,
-) -> Trying:
-    return Trying(idempotency_key, retries, surroundings.of(request.scope))
+) -> Creating:
+    services = services_of(request)
+    session, reading = trips.write(services.db), trips.read(services.db)
+    around = surroundings.of(request.scope)
+    return Creating(owner, session, reading, services.settings, idempotency_key, retries, around)
 
 
-TryingDep = Annotated[Trying, Depends(in_place(trying))]
-"""Which try of a create this is."""
+CreatingDep = Annotated[Creating, Depends(in_place(creating))]
+"""The caller, who may create, and what that takes."""

@@ -11,11 +11,11 @@ from core import artifacts, scheduler
 from core.models import Job
 
 
-def shown(session: Session, job: Job) -> JobOut:
-    """One job, whole."""
+def shown(session: Session, job: Job, *, ahead: int | None = None) -> JobOut:
+    """One job, whole. `ahead`: how many go before it, where that is known."""
     # What was never started has left nothing behind.
     found = artifacts.of_job(session, job.id) if job.attempt else ()
-    return JobOut.of(job, artifacts=found, prospect=scheduler.prospect(session, job))
+    return JobOut.of(job, artifacts=found, prospect=scheduler.prospect(session, job, ahead=ahead))
 
 
 def shown_all(session: Session, jobs: Sequence[Job]) -> list[JobOut]:

@@ -25,7 +25,21 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from core import audit, catalog, files, hints, history, labelling, nodes, outbox, paging, projects, quotas, tries
+from core import (
+    admission,
+    audit,
+    catalog,
+    files,
+    hints,
+    history,
+    labelling,
+    nodes,
+    outbox,
+    paging,
+    projects,
+    quotas,
+    tries,
+)
 from core.db import SCHEDULING, directly, inserted, lock
 from core.errors import DomainError, InvalidMove, InvalidSpec, NotFound, NotReady, Unavailable
 from core.failures import failure
@@ -62,6 +76,29 @@ def create(
     this: Try = UNIQUE,
     prefix: Literal["job", "ftjob"] = "job",
 ) -> Job:
+    """Queue a job; or return the one that another try of this create made. See `submit`."""
+    return submit(session, owner, spec, settings=settings, reading=reading, this=this, prefix=prefix).job
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job that was asked for."""
+
+    job: Job
+    ahead: int | None = None
+    """Of one that is new, how many wait that go before it; None: nobody has looked."""
+
+
+def submit(
+    session: Session,
+    owner: Account,
+    spec: JobSpec,
+    *,
+    settings: Settings,
+    reading: Session | None = None,
+    this: Try = UNIQUE,
+    prefix: Literal["job", "ftjob"] = "job",
+) -> Submitted:
     """Queue a job; or return the one that another try of this create made.
 
     The `prefix` of its id tells in whose words it was asked for, and nothing else.
@@ -71,7 +108,7 @@ def create(
     """
     looking = session if reading is None else reading
     if not this.may_be_first and (earlier := tries.made_before(looking, owner, this)):
-        return earlier
+        return Submitted(earlier)
     needed = _needed(looking, owner, spec, settings)
     resolution = _resolved(looking, spec, needed)
     if reading is not None:
@@ -80,10 +117,13 @@ def create(
     if this.idempotency_key is None and this.digest is not None:
         # Another try may still be on its way; what it does must be visible before this one looks.
         lock(session, f"create {this.digest}")
-        if earlier := tries.made_before(session, owner, this):
-            return earlier
-    quotas.require_room_for_jobs(session, projects.active(session, owner, owner.project_id))
-    _keep(session, owner, spec, needed, settings)
+        if this.number and (earlier := tries.made_before(session, owner, this)):
+            return Submitted(earlier)
+    admitted = admission.admit(session, owner, spec, this)
+    if isinstance(admitted, Job):
+        return Submitted(admitted)
+    quotas.require_room_for_jobs(session, admitted.project)
+    _keep_base(session, owner, needed, settings)
     job_id = new_id(prefix)
     values = {
         "id": job_id,
@@ -112,13 +152,13 @@ def create(
     except IntegrityError:
         # Two requests with one key at once: the other was first.
         if this.idempotency_key and (earlier := tries.made_before(session, owner, this)):
-            return earlier
+            return Submitted(earlier)
         raise
     labelling.add(session, job)
     _tell(session, job, "queued")
     audit.record(session, owner, "job.created", job_id, name=spec.name, kind=spec.kind)
     hints.nudge(session)
-    return job
+    return Submitted(job, admitted.ahead)
 
 
 @dataclass(frozen=True)
@@ -149,9 +189,13 @@ def _needed(session: Session, owner: Account, spec: JobSpec, settings: Settings)
 
 def _keep(session: Session, owner: Account, spec: JobSpec, needed: _Needed, settings: Settings) -> None:
     """Let it stay until the commit, after which the job does that. Raises where something is gone meanwhile."""
+    _keep_base(session, owner, needed, settings)
+    files.keep(session, owner, spec.files())
+
+
+def _keep_base(session: Session, owner: Account, needed: _Needed, settings: Settings) -> None:
     if needed.base is not None:
         catalog.keep(session, owner, needed.base, models=settings.models)
-    files.keep(session, owner, spec.files())
 
 
 # Looking

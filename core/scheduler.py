@@ -205,10 +205,12 @@ class Prospect:
     """Unix seconds; None where nobody knows."""
 
 
-def prospect(session: Session, job: Job) -> Prospect | None:
-    """A queued job's place in line; None when it isn't queued."""
+def prospect(session: Session, job: Job, *, ahead: int | None = None) -> Prospect | None:
+    """A queued job's place in line; None when it isn't queued. `ahead`: how many go before it, if it is new."""
     if job.state is not JobState.QUEUED:
         return None
+    if ahead is not None:
+        return Prospect(1 + ahead, job.queue_reason)
     queued_at = job.created_at if job.queued_at is None else job.queued_at
     here = {"id": job.id, "priority": job.priority, "queued_at": queued_at}
     place = directly(session, _PLACE, here).one()

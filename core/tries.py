@@ -14,7 +14,7 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Self
 
-from sqlalchemy import ColumnElement, Float, Select, bindparam, or_, select, update
+from sqlalchemy import ColumnElement, Float, Select, and_, bindparam, or_, select, update
 from sqlalchemy.orm import Session
 
 from core.db import directly
@@ -80,20 +80,30 @@ def made_before(session: Session, owner: Account, this: Try) -> Job | None:
                 param="Idempotency-Key",
             )
         return job
-    if this.digest is None or (this.number == 0 and this.came_at is None):
+    if this.digest is None:
         return None
+    if this.number:
+        same = {"project": owner.project_id, "digest": this.digest}
+        return _found(session, _RETRIED, same | {"waited": RETRY_WINDOW.total_seconds()})
+    owed = directly(session, OWED, {"project": owner.project_id, **first(session, this)}).scalar()
+    return None if owed is None else settled(session, owed)
+
+
+def first(session: Session, this: Try) -> dict[str, Any]:
+    """What `OWED` asks of this try beside its project; what nobody is owed where it is no first one."""
+    if this.idempotency_key is not None or this.number or this.came_at is None:
+        return {"digest": None, "waited": 0.0, "belated": 0.0}
     # Where the transaction has to wait until it may begin, it does so before it is reckoned how long ago this try came.
     session.connection()
-    same = {"project": owner.project_id, "digest": this.digest}
-    if this.number:
-        return _found(session, _RETRIED, same | {"waited": RETRY_WINDOW.total_seconds()})
-    waited = monotonic() - (this.came_at or 0.0)
+    waited = monotonic() - this.came_at
     belated = BELATED.total_seconds() if this.may_be_belated else 0.0
-    job = _found(session, _OWED, same | {"waited": waited, "belated": max(waited, belated)})
-    if job is not None:
-        # The next one is another wish.
-        directly(session, _SETTLED, {"settled": job.id})
-    return job
+    return {"digest": this.digest, "waited": waited, "belated": max(waited, belated)}
+
+
+def settled(session: Session, job_id: str) -> Job:
+    """The job of a retry, now that its first try has been here: the next one is another wish."""
+    directly(session, _SETTLED, {"settled": job_id})
+    return session.get_one(Job, job_id)
 
 
 def _found(session: Session, statement: Select[str], values: Mapping[str, Any]) -> Job | None:
@@ -113,6 +123,7 @@ def _within(name: str) -> ColumnElement[bool]:
 
 _RETRIED = _MADE_OF_IT.where(_within("waited"))
 # Who sees a job end, and asks for the same again, wants another.
-_OWED = _MADE_OF_IT.where(Job.made_by_retry > 0, _within("belated"), or_(_within("waited"), Job.state.not_in(TERMINAL)))
+_GOES_ON = and_(*(Job.state != state for state in sorted(TERMINAL)))
+OWED = _MADE_OF_IT.where(Job.made_by_retry > 0, _within("belated"), or_(_within("waited"), _GOES_ON))
 """The job of a retry whose first try has not been here."""
 _SETTLED = update(Job).where(Job.id == bindparam("settled")).values(made_by_retry=0)

@@ -13,13 +13,12 @@ from sqlalchemy.orm import Session
 from api.deps import (
     AdminDep,
     AfterDep,
+    CreatingDep,
     LimitDep,
     OwnerDep,
     ReadingDep,
-    ServicesDep,
     SessionDep,
     SubmitterDep,
-    TryingDep,
 )
 from api.errors import errors
 from api.labels import wanted_by
@@ -77,9 +76,10 @@ def known_fine_tune(job_id: JobId, owner: OwnerDep, session: ReadingDep) -> str:
 FineTuneDep = Annotated[str, Depends(in_place(known_fine_tune))]
 
 
-def shown(session: Session, job: Job) -> FineTuningJobOut:
+def shown(session: Session, job: Job, *, ahead: int | None = None) -> FineTuningJobOut:
     file = result_files.of_jobs(session, [job.id]).get(job.id)
-    return FineTuningJobOut.of(job, now=time.time(), result_file=file, prospect=scheduler.prospect(session, job))
+    prospect = scheduler.prospect(session, job, ahead=ahead)
+    return FineTuningJobOut.of(job, now=time.time(), result_file=file, prospect=prospect)
 
 
 def shown_all(session: Session, found: Sequence[Job]) -> list[FineTuningJobOut]:
@@ -90,14 +90,7 @@ def shown_all(session: Session, found: Sequence[Job]) -> list[FineTuningJobOut]:
 
 @router.post("/jobs", responses=errors(InvalidSpec, InvalidModel, NotFound, NotReady, Forbidden, QuotaExceeded))
 @few_at_once
-def create(
-    ask: FineTuneAsk,
-    owner: SubmitterDep,
-    session: SessionDep,
-    reading: ReadingDep,
-    services: ServicesDep,
-    trying: TryingDep,
-) -> FineTuningJobOut:
+def create(ask: FineTuneAsk, creating: CreatingDep) -> FineTuningJobOut:
     """Start a fine-tune, in OpenAI's words.
 
     What `POST /v1/jobs` takes and OpenAI has no word for may stand beside: `priority`, `max_runtime`, `data`,
@@ -106,19 +99,19 @@ def create(
     openai client with the same body.
     """
     try:
-        job = jobs.create(
-            session,
-            owner,
+        made = jobs.submit(
+            creating.session,
+            creating.owner,
             openai_jobs.spec_of(ask),
-            settings=services.settings,
-            reading=reading,
-            this=trying.of(owner, ask),
+            settings=creating.settings,
+            reading=creating.reading,
+            this=creating.tried(ask),
             prefix="ftjob",
         )
     except DomainError as error:
         raise openai_jobs.blamed(error, ask) from error
-    openai_jobs.check_is_fine_tune(job)
-    return shown(session, job)
+    openai_jobs.check_is_fine_tune(made.job)
+    return shown(creating.session, made.job, ahead=made.ahead)
 
 
 @router.get("/jobs", responses=errors(NotFound))

@@ -11,6 +11,7 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 from api import ranges, sse, tar
 from api.deps import (
     AfterDep,
+    CreatingDep,
     LimitDep,
     ListenerDep,
     OrderDep,
@@ -19,7 +20,6 @@ from api.deps import (
     ServicesDep,
     SessionDep,
     SubmitterDep,
-    TryingDep,
 )
 from api.errors import errors
 from api.labels import wanted_by
@@ -52,28 +52,21 @@ LOG_RANK = "x-log-rank"
 
 @router.post("", status_code=201, responses=errors(InvalidSpec, NotFound, NotReady, Forbidden, QuotaExceeded))
 @few_at_once
-def submit(
-    spec: JobSpec,
-    owner: SubmitterDep,
-    session: SessionDep,
-    reading: ReadingDep,
-    services: ServicesDep,
-    trying: TryingDep,
-) -> JobOut:
+def submit(spec: JobSpec, creating: CreatingDep) -> JobOut:
     """Submit a job.
 
     It is checked at once: what can't run is refused here, with what would work. A create that is tried again makes no
     second job, if it carries the same `Idempotency-Key`, or is a retry of the openai client with the same body.
     """
-    job = jobs.create(
-        session,
-        owner,
+    made = jobs.submit(
+        creating.session,
+        creating.owner,
         spec,
-        settings=services.settings,
-        reading=reading,
-        this=trying.of(owner, spec),
+        settings=creating.settings,
+        reading=creating.reading,
+        this=creating.tried(spec),
     )
-    return shown(session, job)
+    return shown(creating.session, made.job, ahead=made.ahead)
 
 
 @router.get("", responses=errors(NotFound))

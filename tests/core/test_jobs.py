@@ -7,10 +7,10 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import event, select
 from sqlalchemy.orm import Session
 
-from core import events, files, jobs, nodes, scheduler
+from core import admission, events, files, jobs, nodes, scheduler
 from core.db import Database
 from core.errors import InUse, InvalidMove, InvalidRequest, InvalidSpec, NotFound
 from core.failures import failure
@@ -34,6 +34,48 @@ def history(session: Session, job_id: str) -> list[tuple[int, str]]:
 
 def held_slots(session: Session) -> list[str | None]:
     return [slot.job_id for slot in session.scalars(select(Slot).order_by(Slot.node, Slot.index))]
+
+
+# Asking
+
+
+def test_a_new_job_knows_its_place_without_another_look(session: Session, owner: Account, settings: Settings) -> None:
+    make.file(session)
+    make.job(session, state=S.RUNNING)
+    make.job(session, priority=5)
+    for priority, ahead in ((0, 1), (0, 2), (5, 1), (9, 0), (-1, 5)):
+        made = jobs.submit(session, owner, make.spec(priority=priority), settings=settings)
+        assert made.ahead == ahead
+        assert scheduler.prospect(session, made.job, ahead=made.ahead) == scheduler.prospect(session, made.job)
+
+
+def test_what_is_missing_is_told_though_all_is_looked_at_together(session: Session, owner: Account) -> None:
+    make.file(session)
+    other = make.spec(data={"train": [make.FILE_ID], "validation": "file-gone"})
+    with pytest.raises(NotFound, match="file-gone") as caught:
+        admission.admit(session, owner, other, Try())
+    assert caught.value.param == "data.validation"
+    session.get_one(Project, owner.project_id).archived_at = 1.0
+    session.flush()
+    with pytest.raises(InvalidRequest, match="archived"):
+        admission.admit(session, owner, make.spec(), Try())
+
+
+def test_a_create_takes_six_statements(database: Database, owner: Account, settings: Settings) -> None:
+    with database.session() as session:
+        make.file(session)
+    asked: list[str] = []
+
+    def hear(_connection: Any, _cursor: Any, sql: str, *_rest: Any) -> None:
+        asked.append(sql.split()[0])
+
+    with database.session() as session, database.reading() as reading:
+        event.listen(session.connection(), "before_cursor_execute", hear)
+        event.listen(reading.connection(), "before_cursor_execute", hear)
+        made = jobs.submit(session, owner, make.spec(), settings=settings, reading=reading)
+        scheduler.prospect(session, made.job, ahead=made.ahead)
+    # Its file and the hosts; what it stands on; itself, its first event and the entry of the audit log.
+    assert asked == ["SELECT", "SELECT", "SELECT", "INSERT", "INSERT", "INSERT"]
 
 
 # Moving
