@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks import wire
 from benchmarks.postgresql import postgresql
 from benchmarks.train_speed import RESULTS, ROOT, machine
 from core import broker, keys, schema
@@ -68,12 +69,7 @@ class Side:
     """By kind of request: of each request, in seconds."""
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        lines = [f"{method} {path} HTTP/1.1", "host: bench", f"content-length: {len(body)}"]
-        if body:
-            lines.append("content-type: application/json")
-        if self.key is not None:
-            lines.append(f"authorization: Bearer {self.key}")
-        return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+        return wire.request(method, path, body, key=self.key)
 
     def turn(self, kind: str, number: int) -> None:
         """Send this many requests, and note how long they took."""
@@ -111,17 +107,13 @@ async def ask(port: int, requests: list[bytes]) -> list[tuple[bytes, float]]:
     answers: list[tuple[bytes, float]] = []
 
     async def one_after_another() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for request in waiting:
-            started = perf_counter()
-            writer.write(request)
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-            body = await reader.readexactly(length)
-            answers.append((body, perf_counter() - started))
-            if head.split()[1] not in {b"200", b"201"}:
-                raise RuntimeError(f"{head.decode()}{body.decode()}")
-        writer.close()
+        async with wire.connection(port) as (reader, writer):
+            for request in waiting:
+                started = perf_counter()
+                status, body = await wire.asked(reader, writer, request)
+                answers.append((body, perf_counter() - started))
+                if status not in {"200", "201"}:
+                    raise RuntimeError(f"{status}: {body.decode()}")
 
     await asyncio.gather(*(one_after_another() for _ in range(CONNECTIONS)))
     return answers

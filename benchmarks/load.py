@@ -17,14 +17,13 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import quantiles
 from threading import Event, Thread
 from time import monotonic, perf_counter, time
-from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -32,6 +31,7 @@ import httpx
 from benchmarks import growth
 from benchmarks.growth import Sample
 from benchmarks.train_speed import RESULTS, ROOT, machine
+from benchmarks.wire import asked, connection, request
 
 KEY = "the-key-of-the-load-and-of-nothing-else"
 CONNECTIONS = 16
@@ -192,32 +192,7 @@ def running(folder: Path, plan: Plan) -> Iterator[Service]:
         service.close()
 
 
-# Connections
-
-
-@asynccontextmanager
-async def connection(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
-
-
-def request(method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
-    told = {"host": "load", "authorization": f"Bearer {KEY}", "content-length": str(len(body)), **headers}
-    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in told.items())]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
-
-
-async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sent: bytes) -> tuple[str, bytes]:
-    """Status and body of an answer."""
-    writer.write(sent)
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-    return head.split()[1].decode(), await reader.readexactly(length)
+# Clients
 
 
 async def submit(service: Service, plan: Plan, body: bytes, found: Found) -> None:
@@ -229,13 +204,14 @@ async def submit(service: Service, plan: Plan, body: bytes, found: Found) -> Non
         while at is not None:
             async with connection(service.port) as (reader, writer):
                 while at is not None:
-                    status, said = await asked(reader, writer, request("POST", "/v1/jobs", body, JSON))
+                    status, said = await asked(reader, writer, request("POST", "/v1/jobs", body, key=KEY))
                     found.latencies.append(perf_counter() - at)
                     found.answers[status] += 1
                     if status == "201":
                         found.accepted.append(json.loads(said)["id"])
                         if plan.gently:
-                            await asked(reader, writer, request("POST", f"/v1/jobs/{found.accepted[-1]}/cancel"))
+                            path = f"/v1/jobs/{found.accepted[-1]}/cancel"
+                            await asked(reader, writer, request("POST", path, key=KEY))
                     at = await due.get()
                     if plan.gently:
                         # The server closes what rests for seconds.
@@ -252,9 +228,6 @@ async def submit(service: Service, plan: Plan, body: bytes, found: Found) -> Non
     await asyncio.gather(*senders)
 
 
-JSON = {"content-type": "application/json"}
-
-
 async def listen(service: Service, job_id: str, found: Found, *, until: float) -> None:
     """Hear a job to its end, and compare what was heard with what there was."""
     seqs: list[int] = []
@@ -264,9 +237,8 @@ async def listen(service: Service, job_id: str, found: Found, *, until: float) -
     while end is None and monotonic() < until:
         async with connection(service.port) as (reader, writer):
             last = str(seqs[-1] if seqs else 0)
-            writer.write(
-                request("GET", f"/v1/jobs/{job_id}/stream", headers={"last-event-id": last, "connection": "close"})
-            )
+            path = f"/v1/jobs/{job_id}/stream"
+            writer.write(request("GET", path, key=KEY, last_event_id=last, connection="close"))
             with suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):
                 await reader.readuntil(b"\r\n\r\n")
                 while end is None:
@@ -369,7 +341,7 @@ async def gentle(service: Service, plan: Plan, spec: dict[str, Any], found: Foun
         body = json.dumps(spec | {"priority": 100} | training(50)).encode()
         while monotonic() < until:
             async with connection(service.port) as (reader, writer):
-                status, said = await asked(reader, writer, request("POST", "/v1/jobs", body, JSON))
+                status, said = await asked(reader, writer, request("POST", "/v1/jobs", body, key=KEY))
             found.answers[status] += 1
             id_ = json.loads(said)["id"]
             found.accepted.append(id_)
