@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -28,6 +29,7 @@ from core.settings import Settings
 from core.states import HELD
 from workers import hardware, tidy
 from workers.calibration import Calibration
+from workers.lease import SILENCE
 from workers.orders import HOST_GOES_DOWN, Orders, obey_signals
 
 log = structlog.get_logger(__name__)
@@ -35,7 +37,7 @@ log = structlog.get_logger(__name__)
 TEND_SECONDS = 0.5
 TIDY_SECONDS = 60.0
 FROZEN_SECONDS = 1.0
-"""How often it is looked for supervisors that stand still."""
+"""How often it is looked for supervisors and launchers that stand still."""
 FROZEN_LEASES = 2
 """Leases after which one that stands still is killed; its ranks are dead after less than one."""
 LOOK_SECONDS = 0.2
@@ -76,7 +78,7 @@ class Node:
         self._beat_at = self._tidy_at = self._frozen_at = 0.0
         self._tidying: Thread | None = None
         self._frozen_since: dict[psutil.Process, float] = {}
-        """Supervisors that stand still, and since when they were seen to."""
+        """Supervisors and launchers that stand still, and since when they were seen to."""
 
     def run(self) -> None:
         log.info("node is up", node=self.name, device=self.hardware.device, slots=self.hardware.num_slots)
@@ -161,20 +163,23 @@ class Node:
             return False
 
     def end_frozen(self) -> None:
-        """Kill supervisors that have stood still for so long that somebody else has their job.
+        """Kill supervisors and launchers that have stood still for so long that somebody else has, or gets, their job.
 
-        They would only find that out. Until then, one that was stopped in the middle of a write keeps SQLite locked for
-        everybody, so what is asked here is the host and not the rows.
+        Such a supervisor would only find that out. Until then, one that was stopped in the middle of a write keeps
+        SQLite locked for everybody, so what is asked here is the host and not the rows. Such a launcher does not hear
+        that its lease is over: its ranks, which end with it, would train on beside the next attempt's.
         """
         now = monotonic()
         if now < self._frozen_at:
             return
         self._frozen_at = now + FROZEN_SECONDS
-        still = {process for process in supervisors(self.settings) if stands_still(process)}
-        self._frozen_since = {process: self._frozen_since.get(process, now) for process in still}
+        leases = may_stand_still(self.settings)
+        self._frozen_since = {
+            process: self._frozen_since.get(process, now) for process in leases if stands_still(process)
+        }
         for process, since in self._frozen_since.items():
-            if now - since > FROZEN_LEASES * self.settings.lease_seconds:
-                log.warning("frozen supervisor killed", pid=process.pid, seconds=round(now - since, 1))
+            if now - since > leases[process] * self.settings.lease_seconds:
+                log.warning("frozen process killed", pid=process.pid, seconds=round(now - since, 1))
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
 
@@ -267,14 +272,30 @@ def worker_command(node: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def may_stand_still(settings: Settings) -> dict[psutil.Process, float]:
+    """This node's supervisors and launchers, and for how many leases each may stand still.
+
+    A launcher no longer than it may be without a beat, as whoever stands still hears none.
+    """
+    launchers = [
+        process
+        for process, command in commands()
+        if "launch" in command and Path(command[-1]).is_relative_to(settings.runs)
+    ]
+    return dict.fromkeys(supervisors(settings), float(FROZEN_LEASES)) | dict.fromkeys(launchers, SILENCE)
+
+
 def supervisors(settings: Settings) -> dict[psutil.Process, str]:
     """The supervisors of jobs that have a folder in this node's data directory, and their jobs."""
-    found = {
-        process: command[-1]
-        for process in psutil.process_iter(["cmdline"])
-        if (command := process.info["cmdline"] or [])[-2:-1] == ["workers.supervisor"]
-    }
+    found = {process: command[-1] for process, command in commands() if command[-2:-1] == ["workers.supervisor"]}
     return {process: job_id for process, job_id in found.items() if (settings.runs / job_id).is_dir()}
+
+
+def commands() -> Iterator[tuple[psutil.Process, list[str]]]:
+    """Every process of this host that has a command line, and that."""
+    for process in psutil.process_iter(["cmdline"]):
+        if command := process.info["cmdline"]:
+            yield process, command
 
 
 def stands_still(process: psutil.Process) -> bool:

@@ -72,6 +72,8 @@ DRILLS = {
         Drill("flush-valkey", harm.forgetful_broker),
         Drill("repeat-messages", harm.repeated_messages),
         Drill("freeze-supervisor", harm.frozen_supervisor, ONE),
+        Drill("freeze-launcher", harm.frozen_launcher, ONE),
+        Drill("freeze-launcher-and-kill-supervisor", harm.killed_beside_a_frozen_launcher, ONE),
         Drill("thaw-rank", harm.thawed_rank),
         Drill("hang-rank", harm.hanging_rank, ONE),
         Drill("pause", harm.paused, ONE),

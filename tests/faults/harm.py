@@ -103,6 +103,18 @@ def frozen_supervisor(job: Watched) -> None:
     job.stack.until(lambda: not lives(frozen), "the replaced supervisor's end", seconds=20)
 
 
+def frozen_launcher(job: Watched) -> None:
+    """It stands still and stays so: it hears no more of the lease, and its ranks train on."""
+    (launcher,) = TARGETS["launcher"](job)
+    launcher.suspend()
+
+
+def killed_beside_a_frozen_launcher(job: Watched) -> None:
+    """Nobody is left who would end the ranks, once somebody else has the job."""
+    frozen_launcher(job)
+    kill(job.stack.supervisors(job.id))
+
+
 def thawed_rank(job: Watched) -> None:
     """It stands still for longer than a lease, which is not its own, and goes on."""
     (rank,) = TARGETS["rank"](job)

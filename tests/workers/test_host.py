@@ -65,11 +65,20 @@ def test_a_host_without_gpus_of_its_own_offers_none(listing: str, visible: list[
     assert parse(listing, visible) is None
 
 
-def test_a_supervisor_that_stands_still_for_two_leases_is_killed_and_one_that_works_is_not(services: Services) -> None:
+@pytest.mark.parametrize(
+    ("leases", "command"),
+    [(2.0, ["workers.supervisor", "{job}"]), (0.8, ["engine", "launch", "{runs}/{job}/1/run.json"])],
+    ids=["supervisor", "launcher"],
+)
+def test_who_stands_still_for_too_many_leases_is_killed_and_who_works_is_not(
+    services: Services, leases: float, command: list[str]
+) -> None:
+    """A launcher may for as long as it may hear nothing of the lease, which docs/architecture.md says."""
     sleeping = "import time; time.sleep(600)"
+    runs = services.settings.runs
     working, frozen = (
-        subprocess.Popen([sys.executable, "-c", sleeping, "workers.supervisor", place_in_folder(services)])
-        for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", sleeping, *(word.format(runs=runs, job=job_id) for word in command)])
+        for job_id in (place_in_folder(services), place_in_folder(services))
     )
     try:
         psutil.Process(frozen.pid).suspend()
@@ -81,7 +90,7 @@ def test_a_supervisor_that_stands_still_for_two_leases_is_killed_and_one_that_wo
             assert monotonic() < deadline
             pause.wait(0.1)
 
-        assert monotonic() - since > 2 * services.settings.lease_seconds
+        assert monotonic() - since > leases * services.settings.lease_seconds
         assert working.poll() is None
     finally:
         for process in (working, frozen):
