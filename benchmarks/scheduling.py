@@ -1,4 +1,4 @@
-"""Ten thousand jobs on a simulated cluster, through the scheduler's own decision, and through two simpler ones.
+"""Ten thousand jobs on a simulated cluster, through the scheduler's own decision, and through three simpler ones.
 
 `python -m benchmarks.scheduling` prints how much of the GPUs was used, and how long the unluckiest jobs waited.
 """
@@ -80,10 +80,20 @@ def ours(
     waiting: Sequence[Waiting], hosts: Sequence[Host], standings: Mapping[str, Standing], now: float
 ) -> list[Placed]:
     """The scheduler's."""
-    jobs = {job.job_id: job for job in waiting}
     slots = sum(host.num_slots for host in hosts)
-    decision = decide(ordered(waiting, standings, now=now, slots=slots), hosts, now=now)
-    return [(jobs[placed.job_id], placed.node, placed.slots) for placed in decision.placements]
+    return _decided(ordered(waiting, standings, now=now, slots=slots), hosts, now)
+
+
+def by_age(
+    waiting: Sequence[Waiting], hosts: Sequence[Host], standings: Mapping[str, Standing], now: float
+) -> list[Placed]:
+    """The scheduler's, without shares: what its reservations alone do."""
+    return _decided(waiting, hosts, now)
+
+
+def _decided(line: Sequence[Waiting], hosts: Sequence[Host], now: float) -> list[Placed]:
+    jobs = {job.job_id: job for job in line}
+    return [(jobs[placed.job_id], placed.node, placed.slots) for placed in decide(line, hosts, now=now).placements]
 
 
 def greedy(
@@ -100,7 +110,7 @@ def fifo(
     return _in_turn(waiting, hosts, stop=True)
 
 
-POLICIES: dict[str, Policy] = {"ours": ours, "greedy": greedy, "fifo": fifo}
+POLICIES: dict[str, Policy] = {"ours": ours, "by_age": by_age, "greedy": greedy, "fifo": fifo}
 
 
 def _in_turn(waiting: Sequence[Waiting], hosts: Sequence[Host], *, stop: bool) -> list[Placed]:

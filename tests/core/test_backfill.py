@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from math import inf
+from random import Random
 
 import pytest
 
-from core.placing import FAR_BEHIND, MOST_REASONED, Held, Host, Reservation, Waiting, decide
+from core.placing import FAR_BEHIND, MOST_REASONED, Held, Host, Placement, Reservation, Waiting, decide
 
 # Four slots, of which one is free: two are held for another 100 s, one for another 300.
 HOST = Host("a", "cpu", 4, (3,), (Held(2, 1100.0), Held(1, 1300.0)))
@@ -91,3 +92,41 @@ def test_who_is_far_behind_is_told_so_and_nothing_that_changes_with_each_job_ahe
     assert {reasons[one.job_id] for one in line[:MOST_REASONED]} == {"needs 4 slots, 1 is free"}
     assert {reasons[one.job_id] for one in line[MOST_REASONED:]} == {FAR_BEHIND}
     assert reasons["never"] == "needs 5 slots; the largest node that is online has 4"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_starts_before_a_job_that_waits_never_makes_it_wait_for_longer(seed: int) -> None:
+    """In one order, runs may end early and never late; then a reserved moment only comes nearer (Lifka 1995)."""
+    random = Random(seed)
+    line = [
+        Waiting(f"j{number:03}", random.choice((1, 1, 2, 3, 4)), runtime=random.choice((None, 10.0, 40.0, 160.0)))
+        for number in range(80)
+    ]
+    free = {name: [*range(4)] for name in ("a", "b")}
+    runs: dict[str, tuple[Placement, float, float]] = {}
+    """By job: where it is, when it really ends, and when it will have at the latest."""
+    reserved: dict[str, float] = {}
+    now = 0.0
+    while line or runs:
+        held = [(placement, limit) for placement, _, limit in runs.values()]
+        hosts = [
+            Host(name, "cpu", 4, tuple(free[name]),
+                 tuple(Held(len(each.slots), limit) for each, limit in held if each.node == name))
+            for name in free
+        ]  # fmt: skip
+        decision = decide(line, hosts, now=now)
+        jobs = {each.job_id: each for each in line}
+        for placement in decision.placements:
+            assert now <= reserved.get(placement.job_id, inf)
+            started, limit = jobs[placement.job_id], jobs[placement.job_id].runtime or inf
+            lasts = min(limit, 200.0) * random.choice((0.1, 0.5, 1.0))
+            runs[started.job_id] = (placement, now + lasts, now + limit)
+            free[placement.node] = [slot for slot in free[placement.node] if slot not in placement.slots]
+            line.remove(started)
+        if decision.reservation is not None:
+            assert decision.reservation.at <= reserved.get(decision.reservation.job_id, inf)
+            reserved[decision.reservation.job_id] = decision.reservation.at
+        if runs:
+            placement, now, _ = runs.pop(min(runs, key=lambda job_id: runs[job_id][1]))
+            free[placement.node] = sorted([*free[placement.node], *placement.slots])
+    assert len([at for at in reserved.values() if at < inf]) > 5
