@@ -98,6 +98,7 @@ DRILLS = {
         Drill("clock-back", harm.set_clock(-3600), needs="clock"),
         Drill("storage-refuses", harm.storage_is("refuse", 5), needs="s3"),
         Drill("storage-hangs", harm.storage_is("hang", 1), needs="s3"),
+        Drill("storage-hangs-and-kill-supervisor", harm.killed_while_storing, ONE, needs="s3"),
     )
 }
 

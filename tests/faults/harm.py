@@ -38,6 +38,8 @@ GANG = frozenset({"rank", "launcher", "supervisor"})
 """None of these trains on without the others."""
 PROMPT_SECONDS = 10.0
 AGAIN_SECONDS = 0.05
+LAST_STEPS = 25
+"""So many that on a fast host the storage hangs before they are over."""
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 CLOCK = "clock"
 """File in the data directory of a stack whose clock can be set, that says by how many seconds."""
@@ -334,3 +336,16 @@ def storage_is(mode: Literal["refuse", "hang"], times: int) -> Harm:
             way.set("pass")
 
     return harm
+
+
+def killed_while_storing(job: Watched) -> None:
+    """Its supervisor dies when all steps are done and the storage has not taken what they came to."""
+    stack, way = job.stack, job.stack.way
+    assert way is not None
+    stack.until(lambda: stack.job(job.id).last_step >= job.steps - LAST_STEPS, "its last steps")
+    way.set("hang")
+    try:
+        stack.until(lambda: stack.job(job.id).last_step == job.steps, "its last step")
+        kill(stack.supervisors(job.id))
+    finally:
+        way.set("pass")
