@@ -60,7 +60,7 @@ serve: install ## All of it on this machine, in the foreground
 test: dev ## Everything, against real Valkey, PostgreSQL, Celery and ranks. ARGS=… goes to pytest, WORKERS=0 runs one at a time
 	$(PYTEST) $(ARGS)
 
-faults: dev ## All drills on the running service, long ones too, one at a time; half an hour. ARGS="-k kill" runs some
+faults: dev ## All drills on the running service, long ones too, one at a time; half an hour, or three quarters beside other work. ARGS="-k kill" runs some
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "" tests/faults $(ARGS)
 
 bench: dev ## Training steps a second beside a plain transformers loop; about 4 minutes of an idle machine
