@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import errors, heads, openapi, pages, surroundings
+from api.failed_tries import FailedTries
 from api.measures import Measures
 from api.protocol import request_id as new_request_id
 from api.routes import (
@@ -99,6 +100,7 @@ def create_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     app.state.measures = Measures()
+    app.state.failed_tries = FailedTries()
     errors.install(app)
     for part in (
         jobs,
@@ -144,6 +146,8 @@ class Around:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if status >= HTTPStatus.INTERNAL_SERVER_ERROR and around.first_try is not None:
+                    scope["app"].state.failed_tries.note(around.first_try)
                 headers = MutableHeaders(scope=message)
                 headers.update({"x-request-id": around.request_id} | around.headers)
                 if status == HTTPStatus.METHOD_NOT_ALLOWED and "GET" in headers.get("allow", "").split(", "):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Annotated, Literal
 
@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from api import browsers, surroundings, trips
+from api.failed_tries import FailedTries
 from api.surroundings import MULTIPART_BYTES, Limit, Surroundings
 from api.trips import in_place
 from core import keys, quotas
@@ -142,10 +143,11 @@ class Creating:
     number: int
     """How many other tries its client says that it has made before."""
     around: Surroundings
+    failed: FailedTries
 
     def tried(self, ask: BaseModel) -> Try:
         """Which try of a create this is, whose body is `ask`."""
-        return Try.of(
+        this = Try.of(
             self.owner,
             ask.model_dump_json().encode(),
             idempotency_key=self.idempotency_key,
@@ -153,6 +155,11 @@ class Creating:
             came_at=self.around.came_at,
             may_be_belated=not self.around.was_refused,
         )
+        if this.digest is None or this.idempotency_key is not None:
+            return this
+        if this.number == 0:
+            self.around.first_try = this.digest
+        return replace(this, first_was_here=this.digest in self.failed) if this.number else this
 
 
 def creating(
@@ -166,7 +173,8 @@ def creating(
     services = services_of(request)
     session, reading = trips.write(services.db), trips.read(services.db)
     around = surroundings.of(request.scope)
-    return Creating(owner, session, reading, services.settings, idempotency_key, retries, around)
+    failed: FailedTries = request.app.state.failed_tries
+    return Creating(owner, session, reading, services.settings, idempotency_key, retries, around, failed)
 
 
 CreatingDep = Annotated[Creating, Depends(in_place(creating))]

@@ -33,6 +33,8 @@ class Surroundings:
     """Of the body; None before it is known what is asked for."""
     was_refused: bool = False
     """Whether the key was lately told to come again later."""
+    first_try: str | None = None
+    """Digest of the create that this is the first try of."""
 
     def tighten(self, limit: Limit) -> None:
         """Refuse a body sooner than it would have been."""

@@ -142,7 +142,7 @@ def submit(
         "queue_reason": "waits for the scheduler's next look",
         "idempotency_key": this.idempotency_key,
         "request_digest": this.digest,
-        "made_by_retry": this.number,
+        "made_by_retry": 0 if this.first_was_here else this.number,
         "last_event": 1,
     }
     try:

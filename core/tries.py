@@ -42,6 +42,8 @@ class Try:
     """How many tries its client made before."""
     came_at: float | None = None
     """On this host's monotonic clock."""
+    first_was_here: bool = False
+    """Of a retry: its first try was answered, so that none is still to come."""
     may_be_belated: bool = True
     """Whether a retry's first try may have been nowhere yet: not where its key was lately told to come again later."""
 

@@ -8,6 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from core import checkpoints, jobs, nodes, scheduler
+from core.errors import Unavailable
 from engine.events import RolledBack
 from tests.api import driving
 from tests.api.conftest import DEADLINE_SECONDS
@@ -105,6 +106,24 @@ def test_a_try_that_arrives_whole_after_its_own_retry_makes_no_second_job(live, 
         assert (late.status, json.loads(late.read())["id"]) == (201, made)
     assert http.post("/v1/jobs", content=body, headers=retry | {"x-stainless-retry-count": "0"}).json()["id"] != made
     assert len(http.get("/v1/jobs").json()["data"]) == 2
+
+
+def test_a_first_try_that_failed_with_us_is_not_waited_for(http, monkeypatch):
+    body = driving.spec(driving.upload(http)["id"])
+
+    def away(*_given, **_named):
+        raise Unavailable("The database is away.")
+
+    def create(retries):
+        return http.post("/v1/jobs", json=body, headers={"x-stainless-retry-count": str(retries)})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jobs, "submit", away)
+        assert [create(retries).status_code for retries in (0, 1)] == [503, 503]
+    made = create(2).json()["id"]
+    assert create(1).json()["id"] == made
+    # So this is another wish.
+    assert create(0).json()["id"] != made
 
 
 def test_an_idempotency_key_stays_good_when_the_api_key_is_another(live, http):
