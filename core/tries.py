@@ -42,10 +42,10 @@ class Try:
     """How many tries its client made before."""
     came_at: float | None = None
     """On this host's monotonic clock."""
-    first_was_here: bool = False
-    """Of a retry: its first try was answered, so that none is still to come."""
     may_be_belated: bool = True
     """Whether a retry's first try may have been nowhere yet: not where its key was lately told to come again later."""
+    first_was_here: bool = False
+    """Of a retry: its first try was answered, so that none is still to come."""
 
     @classmethod
     def of(
@@ -60,7 +60,7 @@ class Try:
     ) -> Self:
         sent = hashlib.sha256(owner.key_id.encode() + b"\0" + body).hexdigest()
         digest = sent if idempotency_key is None else hashlib.sha256(body).hexdigest()
-        return cls(idempotency_key, digest, sent, number, came_at, may_be_belated)
+        return cls(idempotency_key, digest, sent, number, came_at, may_be_belated=may_be_belated)
 
     @property
     def may_be_first(self) -> bool:
