@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -47,8 +48,16 @@ class _NoRoomError(Exception):
     """A disk has too little room; the text says how much is missing."""
 
 
+class _BusyError(Exception):
+    """Somebody on this host is at the base still, whose errand it was before."""
+
+
 class _ToldToEndError(Exception):
     """This process ends; what came so far stays for the next one."""
+
+
+_FORESEEN = (Refused, InvalidModel, UnreachableError, _DamagedError, _NoRoomError, _BusyError)
+"""What needs no more words in the log than in the row."""
 
 
 class Fetcher:
@@ -114,7 +123,7 @@ class Fetcher:
         hold = _Hold(self.services, errand, orders, done=_come(errand, folder))
         hub = Hub.of(self.services.settings, for_everyone=errand.for_everyone)
         try:
-            with hold, self._rooms.taken(errand, folder, self.services.storage.folder):
+            with hold, _alone(work), self._rooms.taken(errand, folder, self.services.storage.folder):
                 for file in errand.files:
                     self._fetch(hub, errand, file, folder, hold)
                 catalog.inspect(folder)
@@ -132,7 +141,7 @@ class Fetcher:
                 log.info("base is another's now, or was deleted", **told)
                 return
             fault, reason = _why(error, hub)
-            if not isinstance(error, (Refused, InvalidModel, UnreachableError, _DamagedError, _NoRoomError)):
+            if not isinstance(error, _FORESEEN):
                 log.warning("base not fetched", exc_info=True, **told)
             with self.services.db.session() as session:
                 again = downloads.failed(session, errand, reason, fault, brought_a_file=hold.brought_a_file)
@@ -198,6 +207,22 @@ class Fetcher:
         for file in errand.files:
             key = f"{downloads.prefix_of(errand.key)}/{file.path}"
             self.services.storage.put_stream(key, hold.through(_chunks(folder / file.path)))
+
+
+@contextmanager
+def _alone(work: Path) -> Iterator[None]:
+    """Be the only one in a base's folder; _BusyError where somebody else is.
+
+    Where the database was away for long, a base is another's before whoever had it can hear of that: both would write
+    to one file.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / ".lock").open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _BusyError("an earlier attempt on this host is not over yet") from error
+        yield
 
 
 class _Rooms:
@@ -313,7 +338,7 @@ def _why(error: Exception, hub: Hub) -> tuple[Fault, str]:
     """What kind of thing that is, and why in words."""
     if isinstance(error, UnreachableError):
         return Fault.PASSING, f"the hub {hub.host} can't be reached: {error}"
-    if isinstance(error, _NoRoomError):
+    if isinstance(error, (_NoRoomError, _BusyError)):
         return Fault.PASSING, str(error)
     if isinstance(error, _DamagedError):
         return Fault.DAMAGE, str(error)

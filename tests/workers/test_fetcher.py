@@ -28,6 +28,7 @@ from tests.core.test_catalog import CONFIG, WHOLE
 from tests.fakes.hub import COMMIT, FakeHub, hub
 from tests.make import tokenizer, weights
 from tests.workers.test_lease import until
+from workers import fetcher
 from workers.fetcher import SPARE_BYTES, Fetcher
 from workers.orders import Orders
 from workers.outcome import Wish
@@ -116,6 +117,31 @@ def test_a_download_that_breaks_off_goes_on_from_there(asking: Services, fake: F
     look(asking)
     assert row(asking, key).status == "ready"
     assert asked_from(fake) == [None, f"bytes={CUT}-"]
+
+
+def test_who_has_lost_a_base_unnoticed_and_who_has_it_now_do_not_write_to_one_file(
+    asking: Services, fake: FakeHub, owner: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # As where the database is away for longer than a hold lasts.
+    monkeypatch.setattr(fetcher, "BEAT_SECONDS", DEADLINE_SECONDS)
+    key, fake.halt_after = begin(asking, owner), CUT
+    both = Fetcher(asking)
+    first = Thread(target=both.look, args=(Orders(),))
+    first.start()
+    assert fake.halted.wait(DEADLINE_SECONDS)
+    due(asking, key)
+    both.look(Orders())
+    found = row(asking, key)
+    assert (found.status, found.attempts) == ("downloading", 2)
+    assert found.reason == "an earlier attempt on this host is not over yet"
+    fake.go_on.set()
+    first.join(DEADLINE_SECONDS)
+    due(asking, key)
+    both.look(Orders())
+    assert row(asking, key).status == "ready"
+    assert asked_from(fake) == [None], "what the first brought was whole"
+    stage_model(asking, f"storage:{downloads.prefix_of(key)}", tmp_path / "staged")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "staged").iterdir()} == FILES
 
 
 def test_a_hub_that_knows_no_ranges_begins_again(asking: Services, fake: FakeHub, owner: Account) -> None:
