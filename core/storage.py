@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -23,6 +24,8 @@ CHUNK_BYTES = 8 * 1024**2
 """Size of a part on its way in or out, and with `_PARTS_AT_ONCE` what bounds the memory of a transfer."""
 _PARTS_AT_ONCE = 4
 _KEY = re.compile(r"[A-Za-z0-9_.\-]+(?:/[A-Za-z0-9_.\-]+)*")
+_BEGUN = re.compile(r".+#[0-9]+")
+"""What an object's file is called while it comes, where objects are files. No key is like that, and none is listed."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,21 @@ class Storage:
         """Remove every object beneath `prefix`."""
         for stored in list(self.list(prefix)):
             self.delete(stored.key)
+        if self._folder is not None:
+            # Its folders, and what puts left there whose process was killed.
+            shutil.rmtree(self._folder / prefix, ignore_errors=True)
+
+    def remove_begun(self, age: timedelta) -> Sequence[str]:
+        """Remove what puts left whose process was killed, and that is older than this. S3 shows no such thing."""
+        latest, removed = (datetime.now(UTC) - age).timestamp(), list[str]()
+        for folder, _, names in os.walk(self._folder) if self._folder is not None else ():
+            for path in (Path(folder, name) for name in names if _BEGUN.fullmatch(name)):
+                # Who puts it may be done at this moment.
+                with suppress(FileNotFoundError):
+                    if path.stat().st_mtime < latest:
+                        path.unlink()
+                        removed.append(path.relative_to(self._folder or folder).as_posix())
+        return removed
 
 
 @contextmanager

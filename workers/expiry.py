@@ -73,6 +73,8 @@ class Expiry:
     def sweep_files(self) -> None:
         for key in files.sweep(self.services.db, self.services.storage):
             log.warning("content without a file removed", key=key)
+        for key in self.services.storage.remove_begun(files.ORPHANED_AFTER):
+            log.warning("content that never became whole removed", key=key)
 
     def sweep_bases(self) -> None:
         for key in downloads.sweep(self.services.db, self.services.storage):

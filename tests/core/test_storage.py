@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from signal import SIGKILL
+from subprocess import Popen
 
 import pytest
 
 from core.errors import NotFound
 from core.storage import CHUNK_BYTES, Storage, open_storage
+
+DEADLINE_SECONDS = 60
+KILLED = """
+import os, signal, sys
+from core.storage import CHUNK_BYTES, open_storage
+
+def chunks():
+    yield from [bytes(CHUNK_BYTES)] * 6
+    os.kill(os.getpid(), signal.SIGKILL)
+
+open_storage(sys.argv[1]).put_stream(sys.argv[2], chunks())
+"""
+"""Puts some parts, and dies."""
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +107,27 @@ def test_a_put_that_breaks_off_leaves_what_was_there_before(store: Storage) -> N
     with pytest.raises(RuntimeError, match="went away"):
         store.put_stream("files/one", chunks())
     assert content(store, "files/one") == b"old"
+
+
+def test_what_a_killed_put_leaves_goes_with_its_tree_or_after_a_while(tmp_path: Path) -> None:
+    store = open_storage((tmp_path / "storage").as_uri())
+    for tree in ("some", "other"):
+        with Popen([sys.executable, "-c", KILLED, (tmp_path / "storage").as_uri(), f"{tree}/big"]) as putting:
+            assert putting.wait(DEADLINE_SECONDS) == -SIGKILL
+    store.put_bytes("other/whole", b"x")
+
+    def left() -> list[str]:
+        return [path.relative_to(store.folder or tmp_path).as_posix() for path in tmp_path.rglob("*#*")]
+
+    assert {name.partition("/")[0] for name in left()} == {"some", "other"}
+    assert not list(store.list("some"))
+    store.delete_tree("some")
+    assert not (tmp_path / "storage" / "some").exists()
+    assert store.remove_begun(timedelta(hours=1)) == [], "it may still come"
+    there = left()
+    assert sorted(store.remove_begun(timedelta(0))) == sorted(there)
+    assert left() == []
+    assert content(store, "other/whole") == b"x"
 
 
 def test_what_is_not_there_is_not_found(store: Storage, tmp_path: Path) -> None:
