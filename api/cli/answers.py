@@ -68,7 +68,7 @@ def cell(row: Json, path: str) -> str:
         case int() | float() if path.endswith("_at"):
             return moment(value)
         case float():
-            return f"{value:.4f}"
+            return f"{value:.4g}" if 0 < abs(value) < 0.1 else f"{value:.4f}"
     return printable.line(str(value))
 
 

@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from api.cli import Exit, app
+from api.cli.answers import cell
 from api.cli.outcomes import Fault
 from api.cli.results import even
 from api.client import ApiError, Damaged, Unreachable
@@ -364,10 +365,18 @@ def test_what_happened_is_listed_measured_and_drawn(live, trainshed, spec):
     assert trainshed("events", job, "--type", "step").count("loss") == 4
     assert json.loads(trainshed("metrics", job, "--name", "loss", "--json"))["series"]["loss"][0] == [1, 5.0]
     rows = [line.split() for line in trainshed("metrics", job, "--name", "loss", "--name", "lr").splitlines()]
-    assert rows[:2] == [["step", "loss", "lr"], ["1", "5.0000", "0.0010"]]
+    assert rows[:2] == [["step", "loss", "lr"], ["1", "5.0000", "0.001"]]
     assert "loss 1.25" in trainshed("curve", job)
     assert "lr 0.001" in trainshed("curve", job, "--name", "lr")
     assert json.loads(trainshed("checkpoints", job, "--json")) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(4.06708, "4.0671"), (0.0, "0.0000"), (2e-5, "2e-05"), (1.0023e-4, "0.0001002"), (-0.03125, "-0.03125")],
+)
+def test_a_small_number_of_a_table_keeps_four_digits_as_a_learning_rate_has_no_use_for_zeros(number, expected):
+    assert cell({"lr": number}, "lr") == expected
 
 
 def test_checkpoints_are_listed_with_a_mark_on_those_that_the_run_went_back_from(live, trainshed, spec, tmp_path):
