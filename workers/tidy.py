@@ -5,6 +5,7 @@ Of a job that was deleted all goes at once.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from datetime import timedelta
@@ -21,6 +22,8 @@ from core.states import TERMINAL
 log = structlog.get_logger(__name__)
 
 KEEP_SUPERVISOR_LOG = timedelta(days=7)
+_JOB = re.compile(r"(?:ft)?job-[0-9a-f]+")
+"""What is called otherwise, such as `lost+found` of a disk, is not ours to remove."""
 
 
 def run_dir(settings: Settings, job_id: str, attempt: int) -> Path:
@@ -79,6 +82,8 @@ def tidy_host(services: Services) -> None:
     if not services.settings.runs.is_dir():
         return
     for folder in services.settings.runs.iterdir():
+        if not _JOB.fullmatch(folder.name):
+            continue
         try:
             tidy_job(services, folder.name)
             if is_old(folder) and is_terminal(services, folder.name):

@@ -190,6 +190,13 @@ def test_of_a_deleted_job_a_host_keeps_nothing_and_of_others_all_that_they_need(
     assert not [stored for stored in services.storage.list(f"jobs/{deleted}")]
 
 
+def test_what_is_called_otherwise_than_a_job_stays_beside_the_runs(services: Services) -> None:
+    for name in ("lost+found", "job-0a", "ftjob-0a"):
+        (services.settings.runs / name / "notes").mkdir(parents=True)
+    tidy.tidy_host(services)
+    assert [path.name for path in services.settings.runs.iterdir()] == ["lost+found"]
+
+
 def test_a_folder_that_cannot_be_cleared_away_keeps_no_other(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
