@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from time import monotonic
 
-from core.tries import BELATED
+from core.tries import RETRY_WINDOW
 
 MOST = 10_000
 """As many are remembered, the last ones."""
 
 
 class FailedTries:
-    """Noted by one thread, asked by any."""
+    """Noted by one thread, asked by any, for as long as a retry is known as one."""
 
     def __init__(self) -> None:
         self._at: dict[str, float] = {}
@@ -24,4 +24,4 @@ class FailedTries:
             del self._at[next(iter(self._at))]
 
     def __contains__(self, digest: str) -> bool:
-        return monotonic() - self._at.get(digest, float("-inf")) < BELATED.total_seconds()
+        return monotonic() - self._at.get(digest, float("-inf")) < RETRY_WINDOW.total_seconds()
