@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import bindparam, func, select
+from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from core import files, projects, tries
+from core.ahead import AHEAD_OF_A_NEW_ONE
 from core.db import directly
 from core.keys import Account
 from core.models import File, Job, Project
 from core.projects import Limits
 from core.spec import JobSpec
-from core.states import JobState
 from core.tries import Try
 
 
@@ -50,15 +50,13 @@ def admit(session: Session, owner: Account, spec: JobSpec, this: Try) -> Admissi
     return Admission(project, None)
 
 
-# Whoever waits has lined up before the job that is not there yet.
-_AHEAD = select(func.count()).where(Job.state == JobState.QUEUED, Job.priority >= bindparam("priority"))
 _ALL = (
     select(
         Project.archived_at,
         Project.gpu_hours,
         Project.storage_bytes,
         tries.OWED.scalar_subquery().label("owed"),
-        _AHEAD.scalar_subquery().label("ahead"),
+        AHEAD_OF_A_NEW_ONE.scalar_subquery().label("ahead"),
     )
     .join(File, File.project_id == Project.id)
     .where(Project.id == bindparam("project"), File.id.in_(bindparam("files", expanding=True)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import structlog
@@ -30,14 +32,15 @@ from sqlalchemy.orm.attributes import manager_of_class
 from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
 
 if TYPE_CHECKING:
-    import sqlite3
-
     from core.hints import Hints
 
 log = structlog.get_logger(__name__)
 
 BUSY_SECONDS = 15
 """How long a writer waits for another one before it gives up."""
+
+WAL_SECONDS = 0.05
+"""Between two tries to have a new file's log, of whom others may be in the way."""
 
 CACHE_KIB = 512
 """What a connection keeps of a SQLite file. Each of a pool does, until another writes; the kernel keeps it for all."""
@@ -60,7 +63,8 @@ class Database:
         self.engine = open_engine(url)
         self._hints = hints
         self._writing = sessionmaker(self.engine, expire_on_commit=False)
-        self._reading = sessionmaker(_only_reading(self.engine), expire_on_commit=False)
+        self._for_readers = _only_reading(self.engine)
+        self._reading = sessionmaker(self._for_readers, expire_on_commit=False)
         event.listen(self._writing, "after_begin", _end_the_one_before)
         for sessions in (self._writing, self._reading):
             event.listen(sessions, "after_begin", _note_connection)
@@ -97,7 +101,9 @@ class Database:
             yield session
 
     def close(self) -> None:
-        self.engine.dispose()
+        # Each then has a pool of its own, should anybody still ask.
+        for engine in (self.engine, self._for_readers):
+            engine.dispose()
 
 
 def after_commit(session: Session, follow: Callable[[], None], *, key: object = None) -> None:
@@ -223,8 +229,18 @@ def _prepare_sqlite(connection: Any, record: object) -> None:
     # The driver would begin transactions by itself, and late; `_Turns` does it instead.
     connection.isolation_level = None
     busy, cache = f"busy_timeout={BUSY_SECONDS * 1000}", f"cache_size={-CACHE_KIB}"
-    for pragma in ("journal_mode=WAL", busy, "foreign_keys=ON", cache):
+    for pragma in (busy, "foreign_keys=ON", cache):
         connection.execute(f"PRAGMA {pragma}")
+    until = monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError:
+            # Of two who change a new file's mode at once SQLite refuses one at once, as each waits for the other.
+            if monotonic() > until:
+                raise
+            sleep(WAL_SECONDS)
 
 
 class _Turns:

@@ -66,20 +66,6 @@ _LONGEST_BACK_OFF = 300.0
 # Asking
 
 
-def create(
-    session: Session,
-    owner: Account,
-    spec: JobSpec,
-    *,
-    settings: Settings,
-    reading: Session | None = None,
-    this: Try = UNIQUE,
-    prefix: Literal["job", "ftjob"] = "job",
-) -> Job:
-    """Queue a job; or return the one that another try of this create made. See `submit`."""
-    return submit(session, owner, spec, settings=settings, reading=reading, this=this, prefix=prefix).job
-
-
 @dataclass(frozen=True)
 class Submitted:
     """A job that was asked for."""
@@ -304,7 +290,7 @@ def resume(
 ) -> Job:
     """Queue a paused job again; it goes on from its newest checkpoint, in another `layout` if one is given.
 
-    With a layout, `settings` are needed to resolve it, which is done as in `create`. Raises InvalidSpec where it can't
+    With a layout, `settings` are needed to resolve it, which is done as in `submit`. Raises InvalidSpec where it can't
     be, and NotReady where the base that goes by its base's name now is still to come.
     """
     looking = session if reading is None else reading
@@ -402,7 +388,7 @@ def retry(session: Session, owner: Account, job_id: str, *, settings: Settings, 
     """Queue a job again that failed or was cancelled, for a new attempt from its newest checkpoint, if it has one.
 
     Asking twice is fine. InvalidMove where something that the job needs was deleted meanwhile, NotReady where its base
-    is still to come. What it needs is looked up as in `create`.
+    is still to come. What it needs is looked up as in `submit`.
     """
     looking = session if reading is None else reading
     found = get(looking, owner, job_id)
@@ -410,6 +396,8 @@ def retry(session: Session, owner: Account, job_id: str, *, settings: Settings, 
     if found.state in RETRIABLE:
         try:
             needed = _needed(looking, owner, spec, settings)
+        except Unavailable:
+            raise
         except DomainError as error:
             raise _not_retried(error) from error
     if reading is not None:
@@ -425,6 +413,8 @@ def retry(session: Session, owner: Account, job_id: str, *, settings: Settings, 
         raise InvalidMove("The job has ended at this moment; look at it, and retry it again.")
     try:
         _keep(session, owner, spec, needed, settings)
+    except Unavailable:
+        raise
     except DomainError as error:
         raise _not_retried(error) from error
     audit.record(session, owner, "job.retried", job_id)
@@ -432,8 +422,6 @@ def retry(session: Session, owner: Account, job_id: str, *, settings: Settings, 
 
 
 def _not_retried(why: DomainError) -> DomainError:
-    if isinstance(why, Unavailable):
-        return why
     if isinstance(why, NotReady):
         return NotReady(f"The job can't be retried yet: {why.message}")
     return InvalidMove(
@@ -699,7 +687,7 @@ def refit(session: Session, job: Job, *, settings: Settings, reading: Session | 
     """Resolve a job anew that was made before any host offered GPUs, and whose first attempt was given some.
 
     Its precision may change with that, so a job that has trained already stays as it is. It fails where its host's
-    memory can't hold it. What it needs is looked up as in `create`; InvalidMove where the attempt was replaced since.
+    memory can't hold it. What it needs is looked up as in `submit`; InvalidMove where the attempt was replaced since.
     """
     looking = session if reading is None else reading
     node = looking.get_one(Node, job.node)

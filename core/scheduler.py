@@ -13,11 +13,12 @@ from datetime import timedelta
 from math import inf
 from typing import Any
 
-from sqlalchemy import Float, String, bindparam, case, delete, func, or_, select, tuple_, update
+from sqlalchemy import bindparam, case, delete, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from core import forecast, jobs, nodes, quotas, shares
+from core.ahead import AHEAD, AHEAD_OF_A_NEW_ONE, QUEUED_AT
 from core.db import SCHEDULING, directly, lock
 from core.errors import InvalidMove
 from core.forecast import MOST_FORESEEN, Running
@@ -223,24 +224,13 @@ def position(session: Session, job: Job) -> int | None:
     return here.position if here else None
 
 
-_QUEUED_AT = func.coalesce(Job.queued_at, Job.created_at)
-_COUNT = select(func.count()).where(Job.state == JobState.QUEUED)
-# Two counts, each along a stretch of the index of the line: who lined up before was made before.
-_AHEAD = (
-    _COUNT.where(Job.priority > bindparam("priority")).scalar_subquery()
-    + _COUNT.where(
-        Job.priority == bindparam("priority"),
-        Job.created_at <= bindparam("queued_at", type_=Float),
-        tuple_(_QUEUED_AT, Job.id) < tuple_(bindparam("queued_at", type_=Float), bindparam("id", type_=String)),
-    ).scalar_subquery()
-)
 _NUMBER = select(QueuePlace.number).where(QueuePlace.job_id == bindparam("id")).scalar_subquery()
 _BEFORE = QueuePlace.__table__.alias()
 _PLACE = select(
     case(
         (_NUMBER.is_not(None), select(func.count()).where(_BEFORE.c.number < _NUMBER).scalar_subquery()),
         # The scheduler has not looked at it yet.
-        else_=_AHEAD,
+        else_=AHEAD,
     ).label("ahead"),
     select(QueuePlace.estimated_start)
     .where(QueuePlace.job_id == bindparam("id"))
@@ -277,12 +267,9 @@ def _ahead_of(session: Session, line: Sequence[Waiting], wanted: Waiting, number
     before = [numbers[job.job_id] for job in line[:place] if job.job_id in numbers]
     if len(before) == len(numbers):
         # Behind the front it stands at first as any that the scheduler has not looked at yet.
-        return session.scalar(_NO_LESS_URGENT, {"priority": wanted.priority}) or 0
+        return session.scalar(AHEAD_OF_A_NEW_ONE, {"priority": wanted.priority}) or 0
     known = session.scalar(_UP_TO, {"number": max(before)}) or 0 if before else 0
     return known + place - len(before)
-
-
-_NO_LESS_URGENT = _COUNT.where(Job.priority >= bindparam("priority"))
 
 
 # Reading
@@ -295,7 +282,7 @@ _COLUMNS = (
     Job.project_id,
     Job.max_runtime,
     Job.priority,
-    _QUEUED_AT.label("queued_at"),
+    QUEUED_AT.label("queued_at"),
     Job.retry_at,
     Job.queue_reason,
     QueuePlace.number,

@@ -30,6 +30,7 @@ from core.services import Services
 from core.settings import Settings
 from core.spec import JobSpec
 from core.states import HELD, TERMINAL, JobState
+from tests import make
 from tests.faults.flaky import FlakyWay
 from tests.servers import Server
 
@@ -201,7 +202,7 @@ class Stack:
 
     def create(self, spec: Mapping[str, Any]) -> str:
         with self.services.db.session() as session:
-            return jobs.create(session, self.owner, JobSpec.model_validate(spec), settings=self.settings).id
+            return make.submitted(session, self.owner, JobSpec.model_validate(spec), settings=self.settings).id
 
     def cancel(self, job_id: str) -> None:
         with self.services.db.session() as session:

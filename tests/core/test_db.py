@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
+import psutil
 import pytest
-from sqlalchemy import select, text, update
+from sqlalchemy import func, select, text, update
 from sqlalchemy.exc import IntegrityError
 
 from core import db
@@ -160,3 +161,14 @@ def test_an_error_does_not_tell_what_was_written(database: Database) -> None:
     with pytest.raises(IntegrityError) as refusal, database.session() as session:
         session.add(Project(id=DEFAULT_PROJECT, name="a secret"))
     assert "a secret" not in str(refusal.value)
+
+
+def test_what_is_closed_keeps_no_connection(database_url: str) -> None:
+    before = psutil.Process().num_fds()
+    hasty = Database(database_url)
+    for _ in range(2):
+        with hasty.session() as session, hasty.reading() as reading:
+            session.scalar(select(func.count()).select_from(Project))
+            reading.scalar(select(func.count()).select_from(Project))
+        hasty.close()
+    assert psutil.Process().num_fds() <= before

@@ -131,9 +131,9 @@ def test_hours_that_are_used_up_refuse_new_jobs_keep_back_queued_ones_and_pause_
     assert scheduler.tick(session) == []
     assert jobs.find(session, queued).queue_reason == "the project has used its 1 GPU-hours of this month"
     with pytest.raises(QuotaExceeded, match=r"used 2\.\d\d of its 1 GPU-hours"):
-        jobs.create(session, owner, make.spec(), settings=settings)
+        make.submitted(session, owner, make.spec(), settings=settings)
     projects.change(session, owner, DEFAULT_PROJECT, {"gpu_hours": None})
-    assert jobs.create(session, owner, make.spec(), settings=settings).state is S.QUEUED
+    assert make.submitted(session, owner, make.spec(), settings=settings).state is S.QUEUED
     jobs.resume(session, owner, unclaimed)
     assert len(scheduler.tick(session)) == 3
 
@@ -185,5 +185,5 @@ def test_a_project_that_is_over_its_storage_gets_no_new_job(
     make.file(session, bytes=1000)
     projects.change(session, owner, DEFAULT_PROJECT, {"storage_bytes": 1000})
     with pytest.raises(QuotaExceeded, match="may store 1,000 bytes"):
-        jobs.create(session, owner, make.spec(), settings=settings)
+        make.submitted(session, owner, make.spec(), settings=settings)
     assert session.scalars(select(Job)).all() == []

@@ -166,7 +166,7 @@ def test_creates_at_once_that_are_the_same_make_one_job(
 
     def submit(retried: bool) -> Callable[[Session], str]:
         return lambda session: (
-            jobs.create(
+            make.submitted(
                 session,
                 owner,
                 make.spec(),
@@ -191,7 +191,7 @@ def test_jobs_that_want_a_new_base_at_once_both_get_it(database: Database, owner
     with database.session() as session:
         make.file(session)
     spec = make.spec(kind="finetune", model={"base": "tiny"}, method={"type": "full"}, data={"train": [make.FILE_ID]})
-    made = at_once(database, *[lambda session: jobs.create(session, owner, spec, settings=settings).base_model] * 3)
+    made = at_once(database, *[lambda session: make.submitted(session, owner, spec, settings=settings).base_model] * 3)
     assert made == ["tiny"] * 3
 
 
@@ -205,7 +205,7 @@ def test_jobs_that_find_a_base_replaced_at_once_both_start_from_it(
 
     def submit(session: Session) -> int:
         with database.reading() as reading:
-            job = jobs.create(session, owner, spec, settings=settings, reading=reading)
+            job = make.submitted(session, owner, spec, settings=settings, reading=reading)
         return int(job.run_config["data"]["seq_len"])
 
     assert at_once(database, *[submit] * 2) == [64] * 2
@@ -227,7 +227,7 @@ def test_what_is_refused_is_refused_without_waiting_for_a_writer(
     with database.session() as writer:
         writer.execute(select(Job).with_for_update())
         with database.session() as session, database.reading() as reading, pytest.raises(InvalidSpec):
-            jobs.create(session, owner, spec, settings=settings, reading=reading)
+            make.submitted(session, owner, spec, settings=settings, reading=reading)
         with database.reading() as reading:
             assert plans.plan(reading, owner, make.spec(), settings=settings).resolution.slots == 1
 
@@ -251,7 +251,7 @@ def test_a_layout_that_was_worked_out_for_another_run_is_not_taken(
 ) -> None:
     with database.session() as session:
         make.file(session)
-        job_id = jobs.create(session, owner, make.spec(), settings=settings).id
+        job_id = make.submitted(session, owner, make.spec(), settings=settings).id
         jobs.pause(session, owner, job_id)
     active = projects.active
 
@@ -327,7 +327,7 @@ def test_a_file_that_a_new_job_needs_is_not_deleted_under_it(
         spec = make.spec(data={"train": [file_id]})
         created, deleted = at_once(
             database,
-            lambda session, spec=spec: jobs.create(session, owner, spec, settings=settings).id,
+            lambda session, spec=spec: make.submitted(session, owner, spec, settings=settings).id,
             lambda session, file_id=file_id: files.delete(session, storage, owner, file_id),
         )
         assert isinstance(created, str) != (deleted is None)

@@ -53,7 +53,7 @@ def submitted(services: Services, owner: Account) -> str:
         "parallel": {"data": 1},
     }  # fmt: skip
     with services.db.session() as session:
-        return jobs.create(session, owner, JobSpec.model_validate(spec), settings=services.settings).id
+        return make.submitted(session, owner, JobSpec.model_validate(spec), settings=services.settings).id
 
 
 def placed(services: Services, *job_ids: str) -> list[Running]:
