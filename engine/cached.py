@@ -11,6 +11,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from engine.plan.passing import alike
+
 ELEMENTS = 2**18
 """Of fp32 that one core's cache keeps: 1 MiB."""
 
@@ -19,16 +21,13 @@ WIDENED = 2**22
 
 
 def rows_in_cache(x_ND: Tensor) -> int:
-    """How many rows of `x_ND`, in fp32, to take at a time: alike, and no more than caches of the cores at work keep.
+    """How many rows of `x_ND`, in fp32, to take at a time: as many as the caches of the cores at work keep, or fewer.
 
     All on a GPU, where launches count.
     """
     rows, features = x_ND.shape
-    if x_ND.is_cuda:
-        return rows
-    # A remainder of two rows would cost the calls of a whole block.
-    blocks = max(1, -(-rows * features // (ELEMENTS * torch.get_num_threads())))
-    return max(1, -(-rows // blocks))
+    # A hundredth more is no harm, and may spare the calls of a whole block for two rows that are left over.
+    return rows if x_ND.is_cuda else alike(rows, int(1.01 * ELEMENTS * torch.get_num_threads()) // features)
 
 
 def add_wide(total: Tensor, part: Tensor, factor: float = 1.0) -> None:

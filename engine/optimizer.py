@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
-from engine.cached import widened
+from engine.cached import WIDENED, widened
 from engine.comm import all_gather_flat, reduce_scatter_flat
 from engine.config import Training
 from engine.gather import merged
@@ -353,15 +353,19 @@ def adjoining(kept: Sequence[tuple[Slot, Tensor]]) -> Iterator[list[tuple[Slot, 
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """fp64 scalar: sum of the squares of a tensor of any type, in one pass over it."""
+    """fp64 scalar: sum of the squares of a tensor of any type."""
     x_N = x.reshape(-1)
-    size = x_N.shape[0]
-    whole = size // NORM_CHUNK * NORM_CHUNK
-    norms = torch.linalg.vector_norm(x_N[:whole].view(-1, NORM_CHUNK), dim=1, dtype=torch.float32)
-    total = norms.double().square().sum()
-    if whole < size:
-        total += torch.linalg.vector_norm(x_N[whole:], dtype=torch.float32).double().square()
-    return cast(Tensor, total)
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    # Of another type than fp32 a CPU makes a copy in that, so it is given a part at a time.
+    makes_copy = x_N.device.type == "cpu" and x_N.dtype != torch.float32
+    for some_N in torch.split(x_N, WIDENED) if makes_copy else [x_N]:
+        size = some_N.shape[0]
+        whole = size // NORM_CHUNK * NORM_CHUNK
+        norms = torch.linalg.vector_norm(some_N[:whole].view(-1, NORM_CHUNK), dim=1, dtype=torch.float32)
+        total += norms.double().square().sum()
+        if whole < size:
+            total += torch.linalg.vector_norm(some_N[whole:], dtype=torch.float32).double().square()
+    return total
 
 
 def move(

@@ -23,10 +23,15 @@ OF_A_LABEL = 4 * ID
 """Bytes: weight, loss, place in the vocabulary and the like."""
 
 
+def alike(rows: int, most: int) -> int:
+    """How many to take at a time so that all blocks are alike, and none has more than `most`."""
+    blocks = -(-rows // max(1, most))
+    return -(-rows // max(1, blocks))
+
+
 def chunk_of(tokens: int, vocab: int, most: int = CHUNK_LOGITS) -> int:
-    """Tokens whose logits exist at once, of so many entries of the vocabulary each: all chunks have about as many."""
-    chunks = -(-tokens // max(1, most // vocab))
-    return -(-tokens // max(1, chunks))
+    """Tokens whose logits exist at once, of so many entries of the vocabulary each."""
+    return alike(tokens, most // vocab)
 
 
 def batches(setting: Setting, *, micro_batches: int) -> int:

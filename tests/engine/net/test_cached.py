@@ -39,6 +39,9 @@ def test_the_caches_keep_at_least_a_row(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert rows_in_cache(torch.empty(40, 10)) == 20
     assert rows_in_cache(torch.empty(41, 10)) == 14
+    # One more than the caches keep of 202, and no less than a row.
+    assert rows_in_cache(torch.empty(20, 101)) == 2
+    assert rows_in_cache(torch.empty(50, 102)) == 1
     assert rows_in_cache(torch.empty(5, 10)) == 5
     assert rows_in_cache(torch.empty(5, 1000)) == 1
 

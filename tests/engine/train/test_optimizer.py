@@ -5,11 +5,12 @@ import weakref
 import pytest
 import torch
 from torch.nn import Parameter
+from torch.profiler import ProfilerActivity, profile
 
 from engine.config import Parallel
 from engine.landing import landing_of
 from engine.mesh import alone, build
-from engine.optimizer import WORTH, Optimizer
+from engine.optimizer import NORM_CHUNK, WORTH, Optimizer, square_sum
 from engine.placement import Placement, place, placement_of
 from tests.engine.train.toy import SHAPES, TRAINING, backward, gradients, ours, train, weights
 
@@ -170,3 +171,12 @@ def test_a_rank_with_nothing_to_train_takes_its_steps():
     assert optimizer.sum_gradients() == 0
     optimizer.update(lr=TRAINING.lr, norm=0.0)
     assert (optimizer.steps, list(optimizer.pieces())) == (1, [])
+
+
+def test_squares_are_summed_without_a_whole_copy_in_fp32(monkeypatch):
+    monkeypatch.setattr("engine.optimizer.WIDENED", 2 * NORM_CHUNK)
+    x = torch.randn(5 * NORM_CHUNK + 7, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        total = square_sum(x)
+    assert float(total) == pytest.approx(float(x.double().square().sum()), rel=3e-6)
+    assert 0 < max(event.cpu_memory_usage for event in seen.events()) <= 4 * 2 * NORM_CHUNK
