@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass
 from itertools import groupby, pairwise
 from math import isfinite, prod
 from operator import mul
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
