@@ -343,9 +343,7 @@ def _tokenizer(spec: JobSpec, files: Mapping[str, FileFacts]) -> tuple[Tokenizer
 
 def _shape(ask: ModelAsk, vocab_size: int | None, *, seq_len: int | None) -> ModelShape:
     """The sizes of a model from scratch."""
-    if ask.preset is not None and ask.preset not in PRESETS:
-        _refuse("model.preset", f"there is no preset {ask.preset!r}; there are {', '.join(PRESETS)}")
-    preset = PRESETS.get(ask.preset or "", {})
+    preset = PRESETS[ask.preset] if ask.preset else {}
     # What a preset has as usual follows the sizes said beside it, as without a preset.
     usual = _usual(preset) if preset else {}
     preset = {name: size for name, size in preset.items() if usual.get(name) != size}

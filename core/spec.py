@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, field_validator, model_validator
 
 from core.described import Described
 from core.presets import PRESETS
@@ -100,6 +100,13 @@ class ModelAsk(Ask):
     """Share of attention's probabilities dropped in training; whole score matrices are then computed. Default: 0."""
     init_std: Real | None = Field(None, gt=0, le=10)
     """Standard deviation of the initial weights. Default: 0.02."""
+
+    @field_validator("preset")
+    @classmethod
+    def known(cls, preset: str | None) -> str | None:
+        if preset is not None and preset not in PRESETS:
+            raise ValueError(f"there is no preset {preset!r}; there are {', '.join(PRESETS)}")
+        return preset
 
     @model_validator(mode="after")
     def one_way_to_say_it(self) -> Self:

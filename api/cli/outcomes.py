@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, NoReturn
@@ -77,12 +78,30 @@ def end(fault: Fault, *, as_json: bool) -> NoReturn:
 def _fault(error: ApiError | Unreachable | Damaged) -> Fault:
     match error:
         case ApiError():
-            where = f" [{error.param}]" if error.param and error.param not in str(error) else ""
+            where = f" [{error.param}]" if _helps(error) else ""
             which = f" ({error.request_id})" if error.status >= 500 and error.request_id else ""
             told = error.error | {"message": str(error), "status": error.status, "request_id": error.request_id}
-            return Fault(f"{error}{where}{which}", Exit.REFUSED, told)
+            said = f"{error}{where}{which}".replace("`force=true`", "`--force`")
+            return Fault("\n".join([said, *_further(error.error)]), Exit.REFUSED, told)
         case Unreachable():
             hint = "Is it running? `trainshed serve` starts one; --url says where it is."
             return Fault(f"{error}. {hint}", Exit.UNREACHABLE, {"code": "unreachable"})
         case Damaged():
             return Fault(str(error), Exit.DAMAGED, {"code": "damaged"})
+
+
+def _helps(error: ApiError) -> bool:
+    """Whether the field's name says where to look: an id stands in the command, a line in the message."""
+    return bool(error.param) and error.param not in str(error) and not re.search(r"_id$|:\d+$", str(error.param))
+
+
+def _further(told: Mapping[str, Any]) -> list[str]:
+    """Of a file's findings those behind the first, which the message has."""
+    return [f"{_place(each)}: {each['message']}" for each in (told.get("errors") or ())[1:] if each.get("line")]
+
+
+def _place(finding: Mapping[str, Any]) -> str:
+    column, field = finding.get("column"), finding.get("field")
+    return ", ".join(
+        [f"line {finding['line']}", *([f"column {column}"] if column else []), *([field] if field else [])]
+    )

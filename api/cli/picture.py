@@ -22,6 +22,9 @@ SERIES = ("loss", "validation_loss", *REWARDS, *(f"validation_{name}" for name i
 SMOOTHING = 0.1
 """Weight of the newest step in the mean step time that the ETA is made from."""
 
+GIVEN_UP = frozenset({"failed", "cancelled"})
+"""States from which the steps that are left are not taken."""
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -113,8 +116,8 @@ class Picture:
 
     @property
     def eta(self) -> timedelta | None:
-        """None before the first step was seen."""
-        if not (self.total and self.step_seconds):
+        """None before the first step was seen, and where there will be no more."""
+        if self.state in GIVEN_UP or not (self.total and self.step_seconds):
             return None
         return timedelta(seconds=round(self.step_seconds * max(0, self.total - self.step)))
 

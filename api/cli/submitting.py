@@ -73,8 +73,8 @@ def facts(plan: Json) -> dict[str, object]:
     return {
         "kind": f"{plan['kind']}, {plan['trainable_parameters']:,} of {plan['parameters']:,} parameters trained",
         "data": "; ".join(map(_data, plan["data"])),
-        "steps": f"{plan['estimated_steps']:,} of {layout['global_batch']:,} rows of {layout['seq_len']:,} tokens: "
-        f"{plan['estimated_tokens']:,} tokens, about {plan['estimated_epochs']:.2g} epochs",
+        "steps": f"about {plan['estimated_steps']:,} of {layout['global_batch']:,} rows of {layout['seq_len']:,} "
+        f"tokens: {plan['estimated_tokens']:,} tokens, about {plan['estimated_epochs']:.2g} epochs",
         "layout": f"{plan['slots']} {'slot' if plan['slots'] == 1 else 'slots'} ({layout['device']}, "
         f"{layout['precision']})" + (f": {', '.join(axes)}" if axes else ""),
         "passes": f"{layout['micro_batches']:,} of {layout['micro_batch']:,} rows a step",

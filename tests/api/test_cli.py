@@ -434,3 +434,15 @@ def commands():
 
 def options(command) -> set[str]:
     return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def test_each_mistake_of_a_file_is_a_line(trainshed, tmp_path):
+    wrong = tmp_path / "wrong.jsonl"
+    rows = [
+        {"messages": [{"role": role, "content": "x"}, {"role": "assistant", "content": "y"}]} for role in ("us", "me")
+    ]
+    wrong.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = trainshed("files", "upload", str(wrong), code=Exit.REFUSED).splitlines()
+    assert [line.split(",")[0] for line in told if line.startswith("line ")] == ["line 1", "line 2"]
+    assert all("messages[0].role" in line for line in told if line.startswith("line "))
+    assert "[file" not in told[0]

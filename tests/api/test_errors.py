@@ -52,5 +52,5 @@ def test_several_findings_are_all_listed():
 
 def test_errors_of_one_status_share_an_entry_in_the_document():
     described = errors(NotFound, InvalidMove)
-    assert set(described) == {400, 401, 404, 409, 429}
+    assert set(described) == {400, 401, 404, 409, 429, 503}
     assert "`invalid_state`: The job, or upload, is not in a state that allows this." in described[409]["description"]

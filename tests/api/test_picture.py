@@ -87,6 +87,13 @@ def test_a_long_curve_is_thinned_and_loses_no_spike():
     assert (777, 100.0) in picture.losses
 
 
+def test_a_job_whose_last_steps_are_not_taken_has_no_time_to_go():
+    progress = {"step": 3, "total_steps": 10, "loss": 1.0, "tokens_per_second": 5.0, "eta_seconds": 14.0}
+    states = ("running", "paused", "failed", "cancelled")
+    told = {state: "ETA" in Picture(JOB | {"progress": progress, "state": state}).line for state in states}
+    assert told == {"running": True, "paused": True, "failed": False, "cancelled": False}
+
+
 @pytest.mark.parametrize("state", ["running", "cancelled"])
 def test_a_change_of_state_is_told_with_its_reason(state):
     picture = Picture(JOB)

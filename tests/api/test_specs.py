@@ -115,6 +115,10 @@ def test_files_of_this_machine_are_found_wherever_a_spec_may_name_them(written, 
         ),
         pytest.param({"parallel": {"tensr": 2}}, [("parallel.tensr", "unknown field")], id="deep in one of two things"),
         pytest.param({"data": {"train": "file-0"}}, [("data.train", "must be a list")], id="no list"),
+        pytest.param(
+            {"kind": "pretrain", "model": {"preset": "gpt-5"}}, [("model.preset", "there are llama-15m")],
+            id="no preset of ours",
+        ),
     ],
 )  # fmt: skip
 def test_each_mistake_is_told_where_it_is_in_the_servers_words(change, problems):

@@ -512,7 +512,6 @@ REFUSALS: list[Any] = [
     pytest.param(
         SCRATCH, {"model": SCRATCH["model"] | {"vocab_size": 100}}, "model.vocab_size", "at least 260", id="vocabulary"
     ),
-    pytest.param(SCRATCH, {"model": {"preset": "gpt-5"}}, "model.preset", "llama-15m", id="preset"),
     pytest.param(
         SCRATCH, {"model": {"architecture": "llama", "num_layers": 2, "num_heads": 4}}, "model.hidden_size", "needs",
         id="missing size",
