@@ -50,7 +50,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     asked = {name: getattr(arguments, name) for name in ("checkpoint", "model", "ranks", "documents")}
     try:
         return evaluate.main(arguments.run_file, as_json=arguments.json, **asked)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
+        # A disk that is full or takes no writes is no fault of ours either.
         return refused(error)
 
 
@@ -191,7 +192,7 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def refused(error: ValueError) -> int:
+def refused(error: ValueError | OSError) -> int:
     """Say in words why nothing came of it; the exit code."""
     sys.stderr.write(f"{error}\n")
     return 1

@@ -114,7 +114,7 @@ def stage_model(services: Services, source: str, folder: Path) -> None:
         local = services.settings.models / where
         if not local.is_dir():
             raise Unusable(
-                "invalid_model", f"the folder {where!r} is not in this host's models directory, {local.parent}"
+                "invalid_model", f"the folder {where!r} is not in the models directory of the host that was to train it"
             )
         folder.symlink_to(local, target_is_directory=True)
         return

@@ -5,6 +5,7 @@ Of a job that was deleted all goes at once.
 
 from __future__ import annotations
 
+import fcntl
 import re
 import shutil
 import time
@@ -36,13 +37,25 @@ def starting(folder: Path, attempt: int) -> Path:
     return folder / f"starting-{attempt}"
 
 
+def is_alive(folder: Path) -> bool:
+    """Whether a supervisor of some attempt of this job's `folder` lives."""
+    for path in folder.glob("starting-*"):
+        with path.open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
+
+
 def tidy_job(services: Services, job_id: str) -> None:
     """Remove the run directories of this job's attempts that are over; their logs stay readable. Of no job, all."""
     folder = services.settings.runs / job_id
     with services.db.reading() as session:
         job = session.get(Job, job_id)
     if job is None:
-        if folder.is_dir():
+        # Where one is at work, it is rather this database that is not the one of before.
+        if folder.is_dir() and not is_alive(folder):
             shutil.rmtree(folder)
             log.info("folder of a deleted job removed", job=job_id)
         return

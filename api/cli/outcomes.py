@@ -92,7 +92,8 @@ def _fault(error: ApiError | Unreachable | Damaged) -> Fault:
 
 def _helps(error: ApiError) -> bool:
     """Whether the field's name says where to look: an id stands in the command, a line in the message."""
-    return bool(error.param) and error.param not in str(error) and not re.search(r"_id$|:\d+$", str(error.param))
+    param = error.param or ""
+    return bool(param) and param not in str(error) and not re.search(r"_id$|:\d+$", param)
 
 
 def _further(told: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Path, Query, Request
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from api.deps import OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep
 from api.errors import errors
@@ -21,6 +21,10 @@ from core.keys import Account
 from core.services import Services
 
 router = APIRouter(prefix="/v1/models", tags=["models"], route_class=OneTrip)
+
+
+CHECKPOINT = "ftckpt-"
+"""How the ids of checkpoints begin, which are names of models, too."""
 
 
 class JobSource(Described):
@@ -38,6 +42,13 @@ class NewModel(Described):
     source: Annotated[str, Field(pattern=r"^(?:dir:[^\x00-\x1f]+|hf://[^\x00-\x20]+)$", max_length=512)] | JobSource
     """`dir:<folder under the models directory>`, `hf://org/name@revision` on a hub, or `{"job": id}`."""
     object: Literal["model"] = "model"
+
+    @field_validator("id")
+    @classmethod
+    def no_checkpoints(cls, id_: str) -> str:
+        if id_.startswith(CHECKPOINT):
+            raise ValueError(f"names that begin with {CHECKPOINT} are those of checkpoints; choose another")
+        return id_
 
 
 @router.post("", status_code=201, responses=errors(InvalidSpec, InvalidModel, NotFound, Forbidden, QuotaExceeded))

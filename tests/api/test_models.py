@@ -238,3 +238,10 @@ def test_a_hub_is_asked_by_admins_alone_and_not_where_the_operator_says_so(live,
     told = {"hf_hub_offline": False, "hf_endpoint": "http://127.0.0.1:1"}
     monkeypatch.setattr(live.services, "settings", live.services.settings.model_copy(update=told))
     assert "can't be asked now" in envelope(http.post("/v1/models", json=body), 503)["message"]
+
+
+def test_no_model_takes_the_name_of_a_checkpoint(live, http):
+    answer = http.post("/v1/models", json={"id": "ftckpt-0123456789abcdef01234567", "source": "hf://org/name"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "id"
+    assert "choose another" in answer.json()["error"]["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +196,17 @@ def test_what_is_called_otherwise_than_a_job_stays_beside_the_runs(services: Ser
         (services.settings.runs / name / "notes").mkdir(parents=True)
     tidy.tidy_host(services)
     assert [path.name for path in services.settings.runs.iterdir()] == ["lost+found"]
+
+
+def test_a_job_that_this_database_does_not_know_and_somebody_works_for_stays(services: Services) -> None:
+    folder = services.settings.runs / "job-0a"
+    folder.mkdir(parents=True)
+    with tidy.starting(folder, 1).open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        tidy.tidy_host(services)
+        assert folder.exists()
+    tidy.tidy_host(services)
+    assert not folder.exists()
 
 
 def test_a_folder_that_cannot_be_cleared_away_keeps_no_other(
