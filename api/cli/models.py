@@ -22,7 +22,7 @@ def list_models(context: typer.Context, as_json: JsonFlag = False) -> None:
         show_json(rows)
     else:
         columns = {"model": "id", "owner": "owned_by", "job": "job_id", "status": "status"}
-        none = "No models yet: put one into the server's models directory, `trainshed models add` one of a hub, or pretrain."
+        none = "No models yet: put one into the server's models directory, add one of a hub, or pretrain one."
         show_table(rows, columns, none=none)
 
 
