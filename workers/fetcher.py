@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock, Thread
+from time import monotonic
 from types import TracebackType
 from typing import Self
 
@@ -24,12 +25,13 @@ from core.services import Services
 from core.storage import CHUNK_BYTES
 from workers.duties import END_SECONDS
 from workers.orders import Orders
-from workers.outcome import Wish
 
 log = structlog.get_logger(__name__)
 
 LOOK_SECONDS = 2.0
 BEAT_SECONDS = 2.0
+LAST_SECONDS = 0.8 * END_SECONDS
+"""How long all that come may take to be let go at the end: whoever waits for that has a little left."""
 SPARE_BYTES = 256 * 1024**2
 """Of a disk, left to others."""
 AT_ONCE = 3
@@ -69,15 +71,17 @@ class Fetcher:
 
     def run(self, orders: Orders) -> None:
         """Until a wish comes, in some threads: the rows decide which base is whose."""
-        others = [Orders() for _ in range(AT_ONCE - 1)]
-        threads = [Thread(target=self._keep_looking, args=(each,), name="fetcher", daemon=True) for each in others]
+        inboxes = [Orders() for _ in range(AT_ONCE)]
+        threads = [Thread(target=self._keep_looking, args=(each,), name="fetcher", daemon=True) for each in inboxes]
         for thread in threads:
             thread.start()
-        self._keep_looking(orders)
-        for each in others:
-            each.give(Wish.DRAIN)
+        while (wish := orders.wait(LOOK_SECONDS)) is None:
+            pass
+        for each in inboxes:
+            each.give(wish)
+        deadline = monotonic() + LAST_SECONDS
         for thread in threads:
-            thread.join(END_SECONDS)
+            thread.join(max(0.0, deadline - monotonic()))
 
     def _keep_looking(self, orders: Orders) -> None:
         while orders.wait(LOOK_SECONDS) is None:

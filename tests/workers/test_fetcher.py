@@ -15,13 +15,13 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from core import catalog, downloads, quotas
 from core.backup import backup
 from core.errors import InvalidSpec, NotReady, QuotaExceeded
 from core.keys import Account
-from core.models import HubDownload, Model
+from core.models import HubDownload, Model, database_now
 from core.services import Services
 from tests import make
 from tests.core.test_catalog import CONFIG, WHOLE
@@ -29,6 +29,7 @@ from tests.fakes.hub import COMMIT, FakeHub, hub
 from tests.make import tokenizer, weights
 from tests.workers.test_lease import until
 from workers import fetcher
+from workers.duties import END_SECONDS
 from workers.fetcher import SPARE_BYTES, Fetcher
 from workers.orders import Orders
 from workers.outcome import Wish
@@ -289,6 +290,33 @@ def test_who_is_told_to_end_leaves_it_to_the_next_at_once(asking: Services, fake
     assert row(asking, key).status == "downloading"
     look(asking)
     assert row(asking, key).status == "ready"
+
+
+def test_the_end_waits_for_no_hub_and_what_comes_is_let_go_as_soon_as_that_speaks(
+    asking: Services, fake: FakeHub, owner: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.fetcher.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("workers.fetcher.LAST_SECONDS", 0.1)
+    running = Running(asking)
+    running.thread.start()
+    keys = []
+    for number in range(fetcher.AT_ONCE):
+        fake.halted.clear()
+        fake.halt_after = CUT
+        keys.append(begin(asking, owner, f"base-{number}"))
+        assert fake.halted.wait(DEADLINE_SECONDS)
+    running.orders.give(Wish.DRAIN)
+    running.thread.join(END_SECONDS)
+    assert not running.thread.is_alive()
+    fake.go_on.set()
+    until(lambda: all(is_anybodys(asking, key) for key in keys))
+    assert {row(asking, key).status for key in keys} == {"downloading"}
+
+
+def is_anybodys(services: Services, key: str) -> bool:
+    with services.db.reading() as session:
+        is_due = (HubDownload.model_key == key) & (HubDownload.due_at <= database_now())
+        return session.scalars(select(HubDownload).where(is_due)).one_or_none() is not None
 
 
 def test_a_base_that_was_deleted_meanwhile_leaves_nothing(asking: Services, owner: Account) -> None:
