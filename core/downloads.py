@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import Enum
@@ -229,9 +229,12 @@ class Errand:
         return f"hf://{self.repo}@{self.commit}"
 
 
-def take(session: Session) -> Errand | None:
-    """The base that has waited longest of those that no other process brings."""
-    due = HubDownload.due_at <= database_now()
+def take(session: Session, *, busy: Collection[str] = ()) -> Errand | None:
+    """The base that has waited longest of those that no other process brings.
+
+    Those that are `busy` this one brings, also where the database was away for so long that it does not show there.
+    """
+    due = (HubDownload.due_at <= database_now()) & HubDownload.model_key.not_in(busy)
     waiting = select(HubDownload.model_key).where(due).order_by(HubDownload.due_at).limit(1)
     if (key := session.scalars(waiting.with_for_update(skip_locked=True)).first()) is None:
         return None
@@ -262,6 +265,11 @@ def beat(session: Session, errand: Errand, done_bytes: int) -> bool:
 def let_go(session: Session, errand: Errand) -> None:
     """Leave it to whoever looks next, at once."""
     _settle(session, errand, due_at=database_now())
+
+
+def put_off(session: Session, errand: Errand, reason: str, *, seconds: float) -> None:
+    """It begins later, as others come first. That is no failure."""
+    _settle(session, errand, reason=reason, due_at=database_now() + seconds)
 
 
 def arrived(session: Session, errand: Errand) -> bool:

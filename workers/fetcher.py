@@ -32,6 +32,8 @@ LOOK_SECONDS = 2.0
 BEAT_SECONDS = 2.0
 LAST_SECONDS = 0.8 * END_SECONDS
 """How long all that come may take to be let go at the end: whoever waits for that has a little left."""
+PUT_OFF_SECONDS = 10.0
+"""Until the next look at a base that others are in the way of."""
 SPARE_BYTES = 256 * 1024**2
 """Of a disk, left to others."""
 AT_ONCE = 3
@@ -50,15 +52,15 @@ class _NoRoomError(Exception):
     """A disk has too little room; the text says how much is missing."""
 
 
-class _BusyError(Exception):
-    """Somebody on this host is at the base still, whose errand it was before."""
+class _OthersFirstError(Exception):
+    """It can't begin while others are at work; the text says on what."""
 
 
 class _ToldToEndError(Exception):
     """This process ends; what came so far stays for the next one."""
 
 
-_FORESEEN = (Refused, InvalidModel, UnreachableError, _DamagedError, _NoRoomError, _BusyError)
+_FORESEEN = (Refused, InvalidModel, UnreachableError, _DamagedError, _NoRoomError)
 """What needs no more words in the log than in the row."""
 
 
@@ -68,6 +70,9 @@ class Fetcher:
     def __init__(self, services: Services) -> None:
         self.services = services
         self._rooms = _Rooms()
+        self._busy: set[str] = set()
+        """Bases that a thread here is at."""
+        self._guard = Lock()
 
     def run(self, orders: Orders) -> None:
         """Until a wish comes, in some threads: the rows decide which base is whose."""
@@ -96,10 +101,23 @@ class Fetcher:
         if self.services.settings.hf_hub_offline:
             self._leave()
             return
+        with self._guard:
+            busy = set(self._busy)
         with self.services.db.session() as session:
-            errand = downloads.take(session)
+            errand = downloads.take(session, busy=busy)
         if errand is not None:
-            self.bring(errand, orders)
+            with self._at(errand.key):
+                self.bring(errand, orders)
+
+    @contextmanager
+    def _at(self, key: str) -> Iterator[None]:
+        with self._guard:
+            self._busy.add(key)
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._busy.discard(key)
 
     def _leave(self) -> None:
         """Let whoever waits for a base know that it does not come."""
@@ -127,17 +145,22 @@ class Fetcher:
         hold = _Hold(self.services, errand, orders, done=_come(errand, folder))
         hub = Hub.of(self.services.settings, for_everyone=errand.for_everyone)
         try:
-            with hold, _alone(work), self._rooms.taken(errand, folder, self.services.storage.folder):
+            with hold, _alone(work), self._rooms.taken(errand, folder, self.services.storage.folder) as need:
                 for file in errand.files:
                     self._fetch(hub, errand, file, folder, hold)
                 catalog.inspect(folder)
-                self._store(errand, folder, hold)
+                self._store(errand, folder, hold, need)
         except _NotOursError:
             log.info("base is another's now, or was deleted", **told)
             return
         except _ToldToEndError:
             with self.services.db.session() as session:
                 downloads.let_go(session, errand)
+            return
+        except _OthersFirstError as error:
+            with self.services.db.session() as session:
+                downloads.put_off(session, errand, str(error), seconds=PUT_OFF_SECONDS)
+            log.info("base is put off", reason=str(error), **told)
             return
         except Exception as error:  # the attempt's edge: whatever it is, the row says it
             if not hold.say():
@@ -206,16 +229,16 @@ class Fetcher:
             raise _DamagedError(f"{file.path} is longer than the {file.bytes:,} bytes that the hub says")
         return check
 
-    def _store(self, errand: Errand, folder: Path, hold: _Hold) -> None:
+    def _store(self, errand: Errand, folder: Path, hold: _Hold, need: _Need) -> None:
         """Nobody finds it there before the row says so, so each file may come by itself."""
         for file in errand.files:
             key = f"{downloads.prefix_of(errand.key)}/{file.path}"
-            self.services.storage.put_stream(key, hold.through(_chunks(folder / file.path)))
+            self.services.storage.put_stream(key, need.less(hold.through(_chunks(folder / file.path))))
 
 
 @contextmanager
 def _alone(work: Path) -> Iterator[None]:
-    """Be the only one in a base's folder; _BusyError where somebody else is.
+    """Be the only one in a base's folder; _OthersFirstError where somebody else on this host is.
 
     Where the database was away for long, a base is another's before whoever had it can hear of that: both would write
     to one file.
@@ -225,7 +248,7 @@ def _alone(work: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise _BusyError("an earlier attempt on this host is not over yet") from error
+            raise _OthersFirstError("an earlier attempt on this host is not over yet") from error
         yield
 
 
@@ -237,32 +260,35 @@ class _Rooms:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._needs: dict[str, _Need] = {}
+        self._needs: set[_Need] = set()
 
     @contextmanager
-    def taken(self, errand: Errand, folder: Path, stored: Path | None) -> Iterator[None]:
-        """Make the folder, and keep room in it and where it will be `stored`."""
+    def taken(self, errand: Errand, folder: Path, stored: Path | None) -> Iterator[_Need]:
+        """Make the folder, and keep room in it and where it will be `stored`.
+
+        Raises _OthersFirstError while others take of the disk, who give back what they need no longer at their end.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         need = _Need.of(errand, folder, stored)
         with self._lock:
             for place in filter(None, (folder, stored)):
                 disk, free = os.stat(place).st_dev, shutil.disk_usage(place).free
-                beside = sum(each.on(disk) for each in self._needs.values())
-                needed = need.on(disk) + beside + SPARE_BYTES
+                others = [each for each in self._needs if disk in {each.here, each.there}]
+                needed = need.on(disk) + sum(each.on(disk) for each in others) + SPARE_BYTES
+                words = f"the disk has {free:,} bytes free, and {needed:,} are needed"
+                if free < needed and others:
+                    raise _OthersFirstError(f"{words} with what comes beside it: it waits until that is here")
                 if free < needed:
-                    shared = ", with what comes beside it" if beside else ""
-                    raise _NoRoomError(
-                        f"the disk has {free:,} bytes free, and {needed:,} are needed{shared}: free space on it"
-                    )
-            self._needs[errand.key] = need
+                    raise _NoRoomError(f"{words}: free space on it")
+            self._needs.add(need)
         try:
-            yield
+            yield need
         finally:
             with self._lock:
-                del self._needs[errand.key]
+                self._needs.remove(need)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Need:
     """What one of them needs."""
 
@@ -272,6 +298,8 @@ class _Need:
     """The file system where it is put together, by its number."""
     there: int | None
     """That of storage; None where that is no folder."""
+    stored: int = 0
+    """Bytes that storage has been given."""
 
     @classmethod
     def of(cls, errand: Errand, folder: Path, stored: Path | None) -> Self:
@@ -281,7 +309,13 @@ class _Need:
         """Bytes that are still to come to a file system."""
         total = sum(file.bytes or 0 for file in self.errand.files)
         to_here = total - _come(self.errand, self.folder) if disk == self.here else 0
-        return to_here + (total if disk == self.there else 0)
+        return to_here + (total - self.stored if disk == self.there else 0)
+
+    def less(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        """`chunks`, each needed no longer once storage asks for more."""
+        for chunk in chunks:
+            yield chunk
+            self.stored += len(chunk)
 
 
 class _Hold:
@@ -342,7 +376,7 @@ def _why(error: Exception, hub: Hub) -> tuple[Fault, str]:
     """What kind of thing that is, and why in words."""
     if isinstance(error, UnreachableError):
         return Fault.PASSING, f"the hub {hub.host} can't be reached: {error}"
-    if isinstance(error, (_NoRoomError, _BusyError)):
+    if isinstance(error, _NoRoomError):
         return Fault.PASSING, str(error)
     if isinstance(error, _DamagedError):
         return Fault.DAMAGE, str(error)

@@ -8,11 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 from sqlalchemy import select, update
@@ -120,25 +120,44 @@ def test_a_download_that_breaks_off_goes_on_from_there(asking: Services, fake: F
     assert asked_from(fake) == [None, f"bytes={CUT}-"]
 
 
-def test_who_has_lost_a_base_unnoticed_and_who_has_it_now_do_not_write_to_one_file(
-    asking: Services, fake: FakeHub, owner: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_process_takes_no_base_that_it_is_at_still(
+    asking: Services, fake: FakeHub, owner: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As where the database is away for longer than a hold lasts.
+    # As where the database is away for longer than a hold lasts, and an idle thread finds it back first.
     monkeypatch.setattr(fetcher, "BEAT_SECONDS", DEADLINE_SECONDS)
     key, fake.halt_after = begin(asking, owner), CUT
     both = Fetcher(asking)
-    first = Thread(target=both.look, args=(Orders(),))
+    first = Thread(target=both.look, args=(Orders(),), daemon=True)
     first.start()
     assert fake.halted.wait(DEADLINE_SECONDS)
     due(asking, key)
     both.look(Orders())
+    assert row(asking, key).attempts == 1
+    fake.go_on.set()
+    first.join(DEADLINE_SECONDS)
+    assert row(asking, key).status == "ready"
+    assert asked_from(fake) == [None]
+
+
+def test_who_has_lost_a_base_unnoticed_and_who_has_it_now_do_not_write_to_one_file(
+    asking: Services, fake: FakeHub, owner: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # As above, in two processes.
+    monkeypatch.setattr(fetcher, "BEAT_SECONDS", DEADLINE_SECONDS)
+    key, fake.halt_after = begin(asking, owner), CUT
+    first = Thread(target=look, args=(asking,), daemon=True)
+    first.start()
+    assert fake.halted.wait(DEADLINE_SECONDS)
+    due(asking, key)
+    look(asking)
     found = row(asking, key)
     assert (found.status, found.attempts) == ("downloading", 2)
     assert found.reason == "an earlier attempt on this host is not over yet"
+    assert found.failures == 0, "it counts for no longer wait"
     fake.go_on.set()
     first.join(DEADLINE_SECONDS)
     due(asking, key)
-    both.look(Orders())
+    look(asking)
     assert row(asking, key).status == "ready"
     assert asked_from(fake) == [None], "what the first brought was whole"
     stage_model(asking, f"storage:{downloads.prefix_of(key)}", tmp_path / "staged")
@@ -444,13 +463,48 @@ def test_two_that_fit_alone_and_not_together_come_one_after_the_other(
     assert fake.halted.wait(DEADLINE_SECONDS)
     fetcher.look(Orders())
     found = row(asking, second)
-    assert (found.status, found.done_bytes) == ("downloading", 0)
-    assert "needed, with what comes beside it: free space" in (found.reason or "")
+    assert (found.status, found.done_bytes, found.failures) == ("downloading", 0, 0)
+    assert "needed with what comes beside it: it waits until that is here" in (found.reason or "")
     fake.go_on.set()
     thread.join(DEADLINE_SECONDS)
     due(asking, second)
     fetcher.look(Orders())
     assert row(asking, second).status == row(asking, first.key).status == "ready"
+
+
+def test_what_is_stored_already_takes_no_room_from_others(
+    asking: Services, owner: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A disk for each base twice, as storage lies on it too. The first is there twice, and not over yet.
+    usage, size = shutil.disk_usage(asking.settings.data_dir), 4 * TOTAL + SPARE_BYTES
+
+    def left(_: Path) -> object:
+        places = [asking.settings.downloads, asking.storage.folder or Path()]
+        used = sum(path.stat().st_size for place in places for path in place.rglob("*") if path.is_file())
+        return usage._replace(free=size - used)
+
+    monkeypatch.setattr("workers.fetcher.shutil.disk_usage", left)
+    keys, put, is_stored, go_on = [begin(asking, owner)], asking.storage.put_stream, Event(), Event()
+
+    def slowly(key: str, chunks: Iterable[bytes]) -> int:
+        size = put(key, chunks)
+        if key == f"{downloads.prefix_of(keys[0])}/{WEIGHTS}":
+            is_stored.set()
+            go_on.wait(DEADLINE_SECONDS)
+        return size
+
+    monkeypatch.setattr(asking.storage, "put_stream", slowly)
+    fetcher = Fetcher(asking)
+    first = Thread(target=fetcher.look, args=(Orders(),), daemon=True)
+    first.start()
+    assert is_stored.wait(DEADLINE_SECONDS)
+    keys.append(begin(asking, owner, "second"))
+    fetcher.look(Orders())
+    assert row(asking, keys[1]).reason is None
+    assert [row(asking, key).status for key in keys] == ["downloading", "ready"]
+    go_on.set()
+    first.join(DEADLINE_SECONDS)
+    assert row(asking, keys[0]).status == "ready"
 
 
 def test_a_base_stays_whose_it_is_while_a_slow_disk_writes_it_down(
