@@ -93,8 +93,12 @@ def unfinished(session: Session) -> Sequence[str]:
 
 
 def go_on(services: Services, job_id: str) -> bool:
-    """Remove one more piece of what is left of a removed job; whether that was all. Two at once do no harm."""
+    """Remove one more piece of what is left of a removed job; whether that was all. Two at once take turns."""
     with services.db.session() as session:
+        # Else the other one's rows would be found, waited for and gone: too few to tell that there are more.
+        row = select(Removal.job_id).where(Removal.job_id == job_id).with_for_update()
+        if session.scalars(row).one_or_none() is None:
+            return True
         room = ROWS_AT_ONCE
         for kind in AFTERWARDS:
             room -= _remove_some(session, kind, job_id, most=room)

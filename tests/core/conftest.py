@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import time
+from concurrent.futures import Future
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -47,3 +50,15 @@ def waiting_for_locks(database: Database) -> int:
     query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
     with database.reading() as session:
         return int(session.execute(text(query)).scalar_one())
+
+
+def waits_or_is_done(database: Database, removing: Future[Any]) -> None:
+    """Returns once `removing` waits for a lock of somebody's transaction, or has come to an end without."""
+    if database.engine.dialect.name == "sqlite":
+        # A writer waits for the one before in any case.
+        return
+    deadline = time.monotonic() + 30
+    while not removing.done() and time.monotonic() < deadline:
+        if waiting_for_locks(database):
+            return
+    assert removing.done()

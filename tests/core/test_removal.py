@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from core.services import Services
 from core.settings import Settings
 from core.states import TERMINAL, JobState
 from tests import make
+from tests.core.conftest import waits_or_is_done
 from workers.expiry import Expiry
 
 OWNER = Account(key_id="key-1", project_id=DEFAULT_PROJECT, scopes=frozenset({"read", "submit"}))
@@ -141,6 +143,37 @@ def test_a_long_history_goes_piece_by_piece_and_whoever_is_killed_on_the_way_has
     assert [stored.key for stored in services.storage.list("jobs")] == [f"jobs/{kept}/1/r.csv"]
     with services.db.reading() as session:
         assert [event.message for event in events.since(session, kept, 0)] == ["queued"]
+
+
+def test_of_two_that_remove_a_history_at_once_neither_takes_it_for_removed(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removal, "ROWS_AT_ONCE", 10)
+    gone = job(services)
+    with services.db.session() as session:
+        for number in range(1, LONG + 1):
+            session.add(JobEvent(job_id=gone, seq=number + 1, attempt=1, type="log", message="", data={}))
+    with monkeypatch.context() as patch:
+        patch.setattr(removal, "go_on", lambda *_: False)
+        remove(services, gone)
+    remove_some, second = removal._remove_some, list[Future[bool]]()
+
+    with ThreadPoolExecutor(2) as pool:
+
+        def while_another_comes(*args: Any, **options: Any) -> int:
+            removed = remove_some(*args, **options)
+            if not second:
+                second.append(pool.submit(removal.go_on, services, gone))
+                waits_or_is_done(services.db, second[0])
+            return removed
+
+        monkeypatch.setattr(removal, "_remove_some", while_another_comes)
+        first = pool.submit(removal.go_on, services, gone)
+        assert (first.result(timeout=30), second[0].result(timeout=30)) == (False, False)
+    assert afterwards(services) == LONG + 1 - 2 * 10
+    Expiry(services).finish_removals()
+    assert (afterwards(services), rows(services.db)["removals"]) == (0, 0)
+    assert removal.go_on(services, gone), "nothing is left of it"
 
 
 def test_a_storage_that_does_not_answer_keeps_nobody_from_deleting_and_it_is_tried_again(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +24,7 @@ from core.settings import Settings
 from core.states import JobState
 from core.stays import Stay, over, parse
 from tests import make
-from tests.core.conftest import waiting_for_locks
+from tests.core.conftest import waits_or_is_done
 
 DAY = 24 * 3600.0
 
@@ -173,18 +172,6 @@ def test_a_checkpoint_that_somebody_came_to_need_after_it_was_chosen_stays(servi
     assert (checkpoints_of(services, job_id), len(keys(services))) == ([1], 2)
 
 
-def waits_or_is_done(services: Services, removing: Future[Any]) -> None:
-    """Returns once `removing` waits for a lock of somebody's transaction, or has come to an end without."""
-    if services.db.engine.dialect.name == "sqlite":
-        # A writer waits for the one before in any case.
-        return
-    deadline = time.monotonic() + 30
-    while not removing.done() and time.monotonic() < deadline:
-        if waiting_for_locks(services.db):
-            return
-    assert removing.done()
-
-
 @pytest.mark.parametrize("by", ["the job that goes on", "its age"])
 def test_a_checkpoint_that_a_job_is_about_to_start_from_stays(services: Services, owner: Account, by: str) -> None:
     job_id = ended(services, days=50, state=JobState.RUNNING if by == "the job that goes on" else JobState.FAILED)
@@ -204,7 +191,7 @@ def test_a_checkpoint_that_a_job_is_about_to_start_from_stays(services: Services
             base = BaseFacts(name=started_from, shape=make.shape())
             catalog.keep(session, owner, base, models=services.settings.models)
             removing = pool.submit(remove)
-            waits_or_is_done(services, removing)
+            waits_or_is_done(services.db, removing)
             make.job(session, base_model=started_from, kind="finetune")
         removing.result(timeout=30)
     assert len(chosen) == (by == "its age")
