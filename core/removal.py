@@ -25,6 +25,8 @@ AFTERWARDS = (JobEvent, MetricChunk, Metric)
 """What hangs on a job and goes after it."""
 ROWS_AT_ONCE = 500
 """Of these, in one transaction: on SQLite everybody else who writes waits for it."""
+OBJECTS_AT_ONCE = 100
+"""Of its content: the request that deletes the job waits for as many, and so does upkeep's next duty."""
 
 
 def remove(session: Session, services: Services, owner: Account, job_id: str, *, force: bool = False) -> None:
@@ -104,7 +106,8 @@ def go_on(services: Services, job_id: str) -> bool:
             room -= _remove_some(session, kind, job_id, most=room)
     if room == 0:
         return False
-    services.storage.delete_tree(f"jobs/{job_id}")
+    if not services.storage.delete_some(f"jobs/{job_id}", most=OBJECTS_AT_ONCE):
+        return False
     with services.db.session() as session:
         session.execute(delete(Removal).where(Removal.job_id == job_id))
     return True

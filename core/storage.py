@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -172,8 +173,21 @@ class Storage:
         """Remove every object beneath `prefix`."""
         for stored in list(self.list(prefix)):
             self.delete(stored.key)
+        self._remove_folder(prefix)
+
+    def delete_some(self, prefix: str, *, most: int) -> bool:
+        """Remove up to `most` objects beneath `prefix`, without a list of all of them; whether that was all."""
+        found = list(islice(self.list(prefix), most + 1))
+        for stored in found[:most]:
+            self.delete(stored.key)
+        if len(found) > most:
+            return False
+        self._remove_folder(prefix)
+        return True
+
+    def _remove_folder(self, prefix: str) -> None:
+        """Remove what is left where objects are files: folders, and what puts left whose process was killed."""
         if self._folder is not None:
-            # Its folders, and what puts left there whose process was killed.
             shutil.rmtree(self._folder / prefix, ignore_errors=True)
 
     def remove_begun(self, age: timedelta) -> Sequence[str]:

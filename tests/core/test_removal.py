@@ -114,7 +114,7 @@ def test_a_long_history_goes_piece_by_piece_and_whoever_is_killed_on_the_way_has
     gone = long(services)
     total = afterwards(services) - before
 
-    def killed(*_: object) -> None:
+    def killed(*_: object, **__: object) -> None:
         raise SystemExit
 
     with monkeypatch.context() as patch:
@@ -134,7 +134,7 @@ def test_a_long_history_goes_piece_by_piece_and_whoever_is_killed_on_the_way_has
         assert before_piece - afterwards(services) == 10
     if pieces > total // 10:
         with monkeypatch.context() as patch:
-            patch.setattr(type(services.storage), "delete_tree", killed)
+            patch.setattr(type(services.storage), "delete_some", killed)
             with pytest.raises(SystemExit):
                 removal.go_on(services, gone)
 
@@ -143,6 +143,27 @@ def test_a_long_history_goes_piece_by_piece_and_whoever_is_killed_on_the_way_has
     assert [stored.key for stored in services.storage.list("jobs")] == [f"jobs/{kept}/1/r.csv"]
     with services.db.reading() as session:
         assert [event.message for event in events.since(session, kept, 0)] == ["queued"]
+
+
+def test_much_content_goes_piece_by_piece_and_no_more_than_one_before_the_answer(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removal, "OBJECTS_AT_ONCE", 3)
+    kept, gone = job(services), job(services)
+    for job_id, objects in ((kept, 1), (gone, 8)):
+        for number in range(objects):
+            services.storage.put_bytes(f"jobs/{job_id}/1/checkpoints/step-{number:08d}/manifest.json", b"{}")
+
+    def left() -> tuple[int, int]:
+        return len(list(services.storage.list(f"jobs/{gone}"))), rows(services.db)["removals"]
+
+    remove(services, gone)
+    assert left() == (5, 1)
+    assert not removal.go_on(services, gone)
+    assert left() == (2, 1)
+    assert removal.go_on(services, gone)
+    assert left() == (0, 0)
+    assert len(list(services.storage.list("jobs"))) == 1
 
 
 def test_of_two_that_remove_a_history_at_once_neither_takes_it_for_removed(
@@ -182,15 +203,15 @@ def test_a_storage_that_does_not_answer_keeps_nobody_from_deleting_and_it_is_tri
     first, second = job(services), job(services)
     for job_id in (first, second):
         services.storage.put_bytes(f"jobs/{job_id}/1/r.csv", b"{}")
-    real = services.storage.delete_tree
+    real = services.storage.delete_some
 
-    def away(key: str) -> None:
+    def away(key: str, *, most: int) -> bool:
         if first in key:
             raise OSError("away")
-        real(key)
+        return real(key, most=most)
 
     with monkeypatch.context() as patch:
-        patch.setattr(services.storage, "delete_tree", away)
+        patch.setattr(services.storage, "delete_some", away)
         remove(services, first)
         remove(services, second)
         Expiry(services).finish_removals()

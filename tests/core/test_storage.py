@@ -161,6 +161,20 @@ def test_a_tree_goes_and_comes_back_and_its_neighbour_stays(store: Storage, tmp_
     assert store.exists("jobs/10/other")
 
 
+@pytest.mark.parametrize(("most", "goes"), [(1, [1, 1, 1]), (2, [2, 1]), (3, [3]), (9, [3])])
+def test_a_tree_goes_in_pieces_of_so_many_objects_and_the_last_one_says_so(
+    store: Storage, most: int, goes: list[int]
+) -> None:
+    keys = {f"jobs/1/{name}" for name in ("a", "b/c", "b/d")}
+    for key in keys | {"jobs/10/other"}:
+        store.put_bytes(key, b"x")
+    for number, some in enumerate(goes, start=1):
+        before = len(list(store.list("jobs/1")))
+        assert store.delete_some("jobs/1", most=most) == (number == len(goes))
+        assert before - len(list(store.list("jobs/1"))) == some
+    assert [one.key for one in store.list("jobs")] == ["jobs/10/other"]
+
+
 @pytest.mark.parametrize("key", ["", "/etc/passwd", "../x", "a/../b", "a//b", "a/./b", "a\x00b", "a b", "é", "a/"])
 def test_only_keys_of_ours_become_paths(store: Storage, key: str) -> None:
     with pytest.raises(ValueError, match="not a storage key"):
