@@ -42,9 +42,9 @@ def publish(
 ) -> Checkpoint:
     """Upload `folder`, then list it, if attempt `fence` still holds the job; InvalidMove otherwise.
 
-    Where it lies beyond the one before, the count of losses starts anew. A later attempt's checkpoint of a step takes
-    the place of an earlier one's, unless that was gone back from. `is_on_the_way` is asked while nothing can be
-    recorded of the job; GoneBackFrom where it says no.
+    Where it lies beyond all that were ever published, the count of losses starts anew. A later attempt's checkpoint of
+    a step takes the place of an earlier one's, unless that was gone back from. `is_on_the_way` is asked while nothing
+    can be recorded of the job; GoneBackFrom where it says no.
     """
     prefix = f"jobs/{job_id}/{fence}/checkpoints/step-{step:08d}"
 
@@ -69,7 +69,6 @@ def publish(
 def _list(
     session: Session, storage: Storage, job: Job, prefix: str, *, step: int, size: int, metrics: Mapping[str, Any]
 ) -> Checkpoint:
-    before = latest(session, job.id)
     # One that was gone back from has other weights: it stays as it is until `prune`, for whoever starts from it.
     is_it = (Checkpoint.job_id == job.id, Checkpoint.step == step, Checkpoint.abandoned.is_(False))
     checkpoint = session.scalars(select(Checkpoint).where(*is_it)).one_or_none()
@@ -81,9 +80,9 @@ def _list(
     checkpoint.attempt, checkpoint.storage_prefix = job.attempt, prefix
     checkpoint.bytes, checkpoint.metrics = size, dict(metrics)
     checkpoint.created_at = _next_time(session, job.id)
-    if before is None or step > before.step:
+    if step > job.saved_step:
         # An attempt that only came back to where an earlier one was is no progress, and may end as that did.
-        job.losses = 0
+        job.saved_step, job.losses = step, 0
     history.add(
         session,
         job,

@@ -268,7 +268,7 @@ class Job(Base):
     """The supervisor that claimed this attempt; None before the claim and after the end."""
     lease_expires_at: Mapped[float | None]
     losses: Mapped[int] = mapped_column(default=0)
-    """Attempts lost in a row, to a crash or a dead host, without a checkpoint between that came further."""
+    """Attempts lost in a row, to a crash or a dead host, without a checkpoint between that came beyond `saved_step`."""
     retry_at: Mapped[float | None]
     """Not scheduled before this time, after a loss."""
     queued_at: Mapped[float | None]
@@ -283,6 +283,8 @@ class Job(Base):
     progress: Mapped[dict[str, Any]] = mapped_column(default=dict)
     last_step: Mapped[int] = mapped_column(default=0)
     """Highest step recorded; a resumed attempt's repetitions below it are dropped."""
+    saved_step: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Highest step that a checkpoint was published of, also where that is damaged, gone, or was gone back from."""
     engine_seq: Mapped[int] = mapped_column(default=0)
     """`seq` of the newest engine event recorded of this attempt; a repeated delivery is dropped."""
     last_event: Mapped[int] = mapped_column(default=0)

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -92,22 +93,29 @@ def test_a_checkpoint_is_listed_told_and_can_be_fetched(services: Services, tmp_
     assert (tmp_path / "copy" / "weights.bin").read_text() == "weights"
 
 
-def test_a_checkpoint_that_comes_no_further_than_the_one_before_forgives_no_loss(
-    services: Services, tmp_path: Path
+@pytest.mark.parametrize("back", [False, True], ids=["damaged", "gone back from"])
+def test_no_loss_is_forgiven_before_a_checkpoint_comes_further_than_any_before(
+    services: Services, tmp_path: Path, back: bool
 ) -> None:
-    job = running(services, losses=3)
-    with services.db.session() as session:
-        make.checkpoint(session, job, 50)
+    """Else a storage that damages what it keeps, or a run that goes back and dies, would be tried again for ever."""
+    job, number = running(services), count()
 
     def losses(step: int) -> int:
-        folder = saved(tmp_path / f"step-{step}")
+        folder = saved(tmp_path / str(next(number)))
         checkpoints.publish(services, job.id, fence=1, step=step, folder=folder, metrics={})
+        checkpoints.prune(services, job.id, keep=1)
         with services.db.reading() as session:
             return jobs.find(session, job.id).losses
 
-    # One that found the newest damaged began anew, and came to where an earlier one was: that may go on for ever.
-    assert losses(50) == losses(40) == 3
-    assert losses(45) == 0
+    for step in (10, 20, 30):
+        losses(step)
+    with services.db.session() as session:
+        session.get_one(Job, job.id).losses = 4
+        if back:
+            jobs.record(session, job.id, fence=1, events=[RolledBack(seq=7, step=0, from_step=34, rows=70)])
+    # Those that an attempt that begins anew saves on its way to where an earlier one was.
+    assert [losses(step) for step in (10, 20, 30)] == [4, 4, 4]
+    assert losses(31) == 0
 
 
 def test_an_attempt_that_was_replaced_publishes_nothing(services: Services, tmp_path: Path) -> None:

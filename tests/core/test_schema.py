@@ -39,6 +39,7 @@ from core.models import (
     Base,
     Checkpoint,
     CheckpointPermission,
+    Job,
     JobEvent,
     Metric,
     MetricChunk,
@@ -60,6 +61,8 @@ BEFORE_STEPS_CAME_AGAIN = "0020"
 
 BEFORE_REMOVALS = "0022"
 """The one before a job could go before its history."""
+BEFORE_SAVED_STEPS = "0024"
+"""The one before a job knew how far it had been saved."""
 
 
 @pytest.fixture
@@ -267,6 +270,20 @@ def test_what_a_deleted_job_left_goes_on_the_way_down_and_what_another_has_stays
         session.execute(text("DELETE FROM jobs"))
         assert session.scalar(text("SELECT count(*) FROM job_events")) == 0
     schema.upgrade(database_url)
+
+
+def test_how_far_a_job_was_saved_is_known_from_its_checkpoints_after_going_up(
+    database: Database, database_url: str
+) -> None:
+    with database.session() as session:
+        job, other = make.job(session), make.job(session)
+        for step, abandoned in ((10, False), (30, True), (20, False)):
+            make.checkpoint(session, job, step, abandoned=abandoned)
+        saved = {job.id: 30, other.id: 0}
+    schema.downgrade(database_url, BEFORE_SAVED_STEPS)
+    schema.upgrade(database_url)
+    with database.reading() as session:
+        assert {job.id: job.saved_step for job in session.scalars(select(Job))} == saved
 
 
 def test_of_checkpoints_of_one_step_the_one_that_was_not_gone_back_from_outlives_going_down(
