@@ -25,6 +25,9 @@ Network = IPv4Network | IPv6Network
 _LONGEST_SOCKET_PATH = 100
 """The kernel takes 107 bytes on Linux and 103 on macOS."""
 
+NODE_NAME = "TRAINSHED_NODE_NAME"
+"""The variable by which processes of a host know which node is theirs; what they start inherits it."""
+
 _SCHEMES = {
     "database_url": ("postgresql://", "postgres://", "postgresql+psycopg://", "sqlite:///"),
     "redis_url": ("redis://", "rediss://", "unix://"),

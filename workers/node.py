@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 import structlog
-from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -22,11 +21,9 @@ from core import jobs, nodes
 from core import log as logging
 from core.children import Child
 from core.errors import DomainError, NotFound
-from core.models import Job
 from core.queue import CONTROL, node_queue
 from core.services import Services
-from core.settings import Settings
-from core.states import HELD
+from core.settings import NODE_NAME, Settings
 from workers import hardware, tidy
 from workers.calibration import Calibration
 from workers.lease import SILENCE
@@ -239,17 +236,8 @@ class Node:
             self.orders.wait(LOOK_SECONDS)
 
     def supervisors(self) -> set[psutil.Process]:
-        """The supervisors of jobs that are placed here. The rows say which, so that another node's are left alone."""
-        try:
-            placed = set(self.placed())
-        except SQLAlchemyError as error:
-            log.warning("jobs of this host not read", error=str(error))
-            return set()
-        return {process for process, job_id in supervisors(self.settings).items() if job_id in placed}
-
-    def placed(self) -> Sequence[str]:
-        with self.services.db.reading() as session:
-            return session.scalars(select(Job.id).where(Job.node == self.name, Job.state.in_(HELD))).all()
+        """Those of this node, not another's of this host, which knows them: no database needs to be there."""
+        return {process for process in supervisors(self.settings) if node_of(process, otherwise=self.name) == self.name}
 
     def give_back(self) -> None:
         """Queue what was placed here and never started."""
@@ -285,10 +273,23 @@ def may_stand_still(settings: Settings) -> dict[psutil.Process, float]:
     return dict.fromkeys(supervisors(settings), float(FROZEN_LEASES)) | dict.fromkeys(launchers, SILENCE)
 
 
-def supervisors(settings: Settings) -> dict[psutil.Process, str]:
-    """The supervisors of jobs that have a folder in this node's data directory, and their jobs."""
-    found = {process: command[-1] for process, command in commands() if command[-2:-1] == ["workers.supervisor"]}
-    return {process: job_id for process, job_id in found.items() if (settings.runs / job_id).is_dir()}
+def supervisors(settings: Settings) -> list[psutil.Process]:
+    """The supervisors of jobs that have a folder in this node's data directory."""
+    return [
+        process
+        for process, command in commands()
+        if command[-2:-1] == ["workers.supervisor"] and (settings.runs / command[-1]).is_dir()
+    ]
+
+
+def node_of(process: psutil.Process, *, otherwise: str) -> str | None:
+    """The name of the node that started a supervisor, which inherits it, `otherwise` where nobody gave that one a name.
+
+    None where that can't be told: it has ended, or is another user's.
+    """
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return process.environ().get(NODE_NAME) or otherwise
+    return None
 
 
 def commands() -> Iterator[tuple[psutil.Process, list[str]]]:

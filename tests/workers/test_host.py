@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -99,23 +101,38 @@ def test_who_stands_still_for_too_many_leases_is_killed_and_who_works_is_not(
             process.wait()
 
 
+@pytest.mark.parametrize("url", [None, "postgresql+psycopg://nobody@127.0.0.1:1/away"], ids=["there", "away"])
 def test_a_node_that_drains_tells_its_supervisors_itself_that_the_host_goes_down(
-    services: Services, monkeypatch: pytest.MonkeyPatch
+    services: Services, url: str | None
 ) -> None:
-    """They are asked to save by SIGTERM, which anybody may send: only with the node's own word is it no loss."""
+    """They are asked to save by SIGTERM, which anybody may send: only with the node's own word is it no loss.
+
+    Whether its database is there or away, and nobody but them: another node of this host may go on.
+    """
     told = (
         "import sys; from workers.orders import Orders, obey_signals; orders = Orders(); obey_signals(orders); "
         "print('ready', flush=True); print(orders.wait(60).name, orders.host_goes_down, flush=True)"
     )
-    job_id = place_in_folder(services)
-    command = [sys.executable, "-c", told, "workers.supervisor", job_id]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        node = Node(services, Orders())
-        monkeypatch.setattr(node, "placed", lambda: [job_id])
-        node.end_supervisors()
-        assert process.stdout.readline() == "DRAIN True\n"
+    with ExitStack() as stack:
+        ours, unnamed, anothers = (
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", told, "workers.supervisor", place_in_folder(services)],
+                    stdout=subprocess.PIPE, text=True, env=os.environ | {"TRAINSHED_NODE_NAME": name},
+                )
+            )
+            for name in ("here", "", "there")
+        )  # fmt: skip
+        said = {process: process.stdout for process in (ours, unnamed, anothers)}
+        for output in said.values():
+            assert output is not None
+            assert output.readline() == "ready\n"
+        settings = services.settings.model_copy(update={"database_url": url or services.settings.database_url})
+        Node(stack.enter_context(Services(settings)), Orders()).drain()
+        # That the other one has not ended is known once it ends for us, with nobody's word but ours.
+        anothers.terminate()
+        heard = [output.readline() for output in said.values() if output is not None]
+        assert heard == ["DRAIN True\n", "DRAIN True\n", "DRAIN False\n"]
 
 
 def test_a_storage_that_does_not_answer_does_not_silence_the_node(
