@@ -27,6 +27,8 @@ LATEST_BEAT = 0.15
 """A renewal that took a longer share of the lease than this is not passed on: the gang would outlive the lease."""
 SILENCE = 0.8
 """Share of the lease after which a gang without a beat kills itself: before anyone else may take the job."""
+EARLIEST_END = 1 - 1 / RENEWALS_PER_LEASE - LATEST_BEAT
+"""Share of a lease that is left at any time, at least, while renewals go well: the last was asked for no longer ago."""
 RETRY_SECONDS = 0.25
 """Pause after a renewal that the database did not answer."""
 JOIN_SECONDS = 2.0

@@ -26,7 +26,7 @@ from core.services import Services
 from core.settings import NODE_NAME, Settings
 from workers import hardware, tidy
 from workers.calibration import Calibration
-from workers.lease import SILENCE
+from workers.lease import EARLIEST_END, SILENCE
 from workers.orders import HOST_GOES_DOWN, Orders, obey_signals
 
 log = structlog.get_logger(__name__)
@@ -36,7 +36,7 @@ TIDY_SECONDS = 60.0
 FROZEN_SECONDS = 1.0
 """How often it is looked for supervisors and launchers that stand still."""
 FROZEN_LEASES = 2
-"""Leases after which one that stands still is killed; its ranks are dead after less than one."""
+"""Leases after which a supervisor that stands still is killed; its ranks are dead after less than one."""
 LOOK_SECONDS = 0.2
 """How often a draining node looks who is left."""
 CHILD_GRACE_SECONDS = 5.0
@@ -170,12 +170,12 @@ class Node:
         if now < self._frozen_at:
             return
         self._frozen_at = now + FROZEN_SECONDS
-        leases = may_stand_still(self.settings)
+        allowed = may_stand_still(self.settings)
         self._frozen_since = {
-            process: self._frozen_since.get(process, now) for process in leases if stands_still(process)
+            process: self._frozen_since.get(process, now) for process in allowed if stands_still(process)
         }
         for process, since in self._frozen_since.items():
-            if now - since > leases[process] * self.settings.lease_seconds:
+            if now - since > allowed[process]:
                 log.warning("frozen process killed", pid=process.pid, seconds=round(now - since, 1))
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -261,16 +261,25 @@ def worker_command(node: str) -> tuple[str, ...]:
 
 
 def may_stand_still(settings: Settings) -> dict[psutil.Process, float]:
-    """This node's supervisors and launchers, and for how many leases each may stand still.
-
-    A launcher no longer than it may be without a beat, as whoever stands still hears none.
-    """
+    """This data directory's supervisors and launchers, and how many seconds each may be seen to stand still."""
     launchers = [
         process
         for process, command in commands()
         if "launch" in command and Path(command[-1]).is_relative_to(settings.runs)
     ]
-    return dict.fromkeys(supervisors(settings), float(FROZEN_LEASES)) | dict.fromkeys(launchers, SILENCE)
+    lease = settings.lease_seconds
+    allowed = dict.fromkeys(supervisors(settings), FROZEN_LEASES * lease)
+    return allowed | dict.fromkeys(launchers, launcher_allowance(lease))
+
+
+def launcher_allowance(lease_seconds: float) -> float:
+    """Seconds for which a launcher may be seen to stand still, below 0 where it is killed as soon as it is.
+
+    Its lease ends earliest where its supervisor is killed beside it. Before these seconds it may stand still until the
+    next look, and after them until one more; what a gang has to spare when it kills itself is spared here as well.
+    """
+    spare = 1 - SILENCE
+    return (EARLIEST_END - spare) * lease_seconds - 2 * (FROZEN_SECONDS + TEND_SECONDS)
 
 
 def supervisors(settings: Settings) -> list[psutil.Process]:

@@ -26,7 +26,7 @@ from tests.workers.conftest import place_job
 from workers import tidy
 from workers.app import CONFIG, app
 from workers.hardware import parse, survey
-from workers.node import Node
+from workers.node import Node, launcher_allowance
 from workers.orders import Orders
 
 DEADLINE_SECONDS = 20
@@ -70,13 +70,13 @@ def test_a_host_without_gpus_of_its_own_offers_none(listing: str, visible: list[
 
 @pytest.mark.parametrize(
     ("leases", "command"),
-    [(2.0, ["workers.supervisor", "{job}"]), (0.8, ["engine", "launch", "{runs}/{job}/1/run.json"])],
+    [(2.0, ["workers.supervisor", "{job}"]), (0.0, ["engine", "launch", "{runs}/{job}/1/run.json"])],
     ids=["supervisor", "launcher"],
 )
 def test_who_stands_still_for_too_many_leases_is_killed_and_who_works_is_not(
     services: Services, leases: float, command: list[str]
 ) -> None:
-    """A launcher may for as long as it may hear nothing of the lease, which docs/architecture.md says."""
+    """A launcher's lease of two seconds leaves no time to look twice."""
     sleeping = "import time; time.sleep(600)"
     runs = services.settings.runs
     working, frozen = (
@@ -99,6 +99,21 @@ def test_who_stands_still_for_too_many_leases_is_killed_and_who_works_is_not(
         for process in (working, frozen):
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(
+    ("lease", "ends_at"),
+    # A renewal is due after a fifth of the lease, and may take 0.15 of it: no lease ends sooner after any moment.
+    [(5.0, 5 - 1 - 0.75), (15.0, 15 - 3 - 2.25), (60.0, 60 - 12 - 9.0)],
+)
+def test_a_launcher_that_stands_still_is_killed_well_before_its_lease_can_be_over(lease: float, ends_at: float) -> None:
+    """It does so right after a look at it, and its supervisor is killed; looks are at most 1.5 s apart."""
+    looks = [1.5 * number for number in range(1, 100)]
+    killed_at = next(at for at in looks if at - looks[0] > launcher_allowance(lease))
+
+    # As early as a gang that hears no beat kills itself, a fifth of the lease before, but for who is seen at once.
+    assert killed_at <= max(looks[0], ends_at - 0.2 * lease)
+    assert killed_at < ends_at
 
 
 @pytest.mark.parametrize("url", [None, "postgresql+psycopg://nobody@127.0.0.1:1/away"], ids=["there", "away"])
