@@ -7,11 +7,12 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from queue import Queue
@@ -106,6 +107,13 @@ def first_step_after(client: Client, job: str, after: int) -> tuple[int, str]:
     raise AssertionError("it ended without a step")
 
 
+def in_the_row(data_dir: Path, job: str) -> tuple[str, int]:
+    """The state of a job and its losses, of which nobody else tells while nothing runs."""
+    with closing(sqlite3.connect(data_dir / "trainshed.db")) as database:
+        row: tuple[str, int] = database.execute("SELECT state, losses FROM jobs WHERE id = ?", [job]).fetchone()
+    return row
+
+
 def working_in(folder: Path) -> list[psutil.Process]:
     """The ranks that train there."""
     return [
@@ -173,6 +181,7 @@ def test_a_part_that_dies_is_started_again_a_serve_that_is_killed_takes_all_with
             step, last = first_step_after(client, job["id"], 0)
         assert after_that.stop() == 0
         assert left(data_dir) == []
+        assert in_the_row(data_dir, job["id"]) == ("queued", 0)
     with serving(data_dir, "--port", port) as again:
         again.until("Ready")
         with Client(url, key) as client:
