@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections import Counter
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -70,3 +73,16 @@ def test_a_small_load_loses_nothing(gently: bool) -> None:
     assert len(found.accepted) >= 50
     assert found.heard > 0
     assert found.samples[-1]["api MiB"] > 10
+
+
+def test_rows_are_told_by_job_and_what_training_leaves_by_run(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "there.db")) as database:
+        database.executescript(
+            "CREATE TABLE jobs (attempt INTEGER); INSERT INTO jobs VALUES (0), (0), (1), (2);"
+            "CREATE TABLE metrics (step INTEGER); INSERT INTO metrics VALUES (1), (2), (3);"
+            "CREATE TABLE audit_logs (id INTEGER); INSERT INTO audit_logs VALUES (1), (2);"
+            "CREATE TABLE nodes (id INTEGER); INSERT INTO nodes VALUES (1);"
+        )
+    assert growth.tables(tmp_path / "there.db") == {
+        "metrics rows a run": 1.5, "audit_logs rows a job": 0.5, "nodes rows": 1
+    }  # fmt: skip

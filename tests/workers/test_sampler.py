@@ -179,7 +179,7 @@ def test_a_base_on_this_host_is_linked_and_a_result_is_fetched(services: Service
     assert json.loads((tmp_path / "two" / "config.json").read_text()) == {"a": 1}
     with pytest.raises(Failed, match="no such model"):
         bringing("nobody", tmp_path / "three")
-    with pytest.raises(Failed, match="'moved' is not in this host's models directory"):
+    with pytest.raises(Failed, match="'moved' is not in the models directory of the host"):
         bringing("moved", tmp_path / "four")
     with pytest.raises(Failed, match="the job job-gone was deleted, and the adapter that it made with it"):
         bringing("orphan", tmp_path / "five")
