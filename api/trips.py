@@ -7,15 +7,15 @@ for: endpoints are plain functions, and so is all that they depend on.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from inspect import iscoroutinefunction
 from threading import Lock
 from typing import Any, ParamSpec, TypeVar
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter, from_thread, to_thread
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from sqlalchemy.orm import Session
@@ -23,6 +23,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from core.db import Database, follow
+from core.hanging import meanwhile
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -53,6 +54,20 @@ class Few:
         self.working = Lock()
         """Whose turn it is to do all but commit."""
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let another one have the turn, and a thread more, while this one waits for what is no work of ours."""
+        from_thread.run_sync(self._lend, 1)
+        self.working.release()
+        try:
+            yield
+        finally:
+            from_thread.run_sync(self._lend, -1)
+            self.working.acquire()
+
+    def _lend(self, threads: int) -> None:
+        self.limiter.total_tokens += threads
+
 
 class OneTrip(APIRoute):
     """A route whose endpoint is a plain function; another is FastAPI's own."""
@@ -76,7 +91,7 @@ class OneTrip(APIRoute):
             few: Few | None = request.app.state.few if self.is_of_few else None
             if few is None:
                 return await run_in_threadpool(_there, handle, request)
-            return await to_thread.run_sync(_there, handle, request, few.working, limiter=few.limiter)
+            return await to_thread.run_sync(_there, handle, request, few, limiter=few.limiter)
 
         return handle_there
 
@@ -130,13 +145,16 @@ def _own() -> Trip:
 def _there(
     handle: Callable[[Request], Coroutine[Any, Any, Response]],
     request: Request,
-    working: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
+    few: Few | None = None,
 ) -> Response:
     with Trip() as trip:
         # The thread's context is a copy, which goes with the call.
         _trip.set(trip)
+        if few is None:
+            return _through(handle(request))
+        meanwhile.set(few.aside)
         # The trip's end commits.
-        with working:
+        with few.working:
             return _through(handle(request))
 
 

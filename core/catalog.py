@@ -10,7 +10,9 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from os import statvfs
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +23,7 @@ from sqlalchemy.orm import Session
 from core import audit
 from core.db import directly
 from core.errors import Forbidden, InUse, InvalidModel, InvalidRequest, InvalidSpec, NotFound, NotReady, Unavailable
-from core.hanging import HangsError, Patient
+from core.hanging import CrowdedError, HangsError, Patient
 from core.keys import Account
 from core.models import Checkpoint, CheckpointPermission, HubDownload, Job, Model
 from core.resolve import BaseFacts
@@ -36,23 +38,40 @@ CHECKPOINT, ADAPTER = "checkpoint:", "adapter:"
 HUB = "hf:"
 """A base that is still on its way from there."""
 Seen = TypeVar("Seen")
-_folders = Patient(seconds=10.0, most=4)
-"""Less than a writer waits for another one (`core.db`): on SQLite a create may have the one lock meanwhile."""
+_folders = Patient(seconds=10.0, most=8, waiting=16)
+"""Fewer wait than the API has threads, which are forty."""
 
 
 def get(session: Session, owner: Account, name: str, *, models: Path) -> Model:
-    """A model that the owner may use. A folder that nobody registered, or a checkpoint, is not in the session."""
-    if row := _named(session, owner.project_id, name):
-        return row
-    if checkpoint := _of_checkpoint(session, owner, name):
-        return checkpoint
-    return _answered(models / name, partial(_unregistered, name, models))
+    """A model that the owner may use. A folder that nobody registered, or a checkpoint, is not in the session.
+
+    A folder may be waited for, so let no lock be held.
+    """
+    return _recorded(session, owner, name) or _answered(models, name, _unregistered).model()
 
 
-def _unregistered(name: str, models: Path) -> Model:
+def _recorded(session: Session, owner: Account, name: str) -> Model | None:
+    """What the database knows by this name."""
+    return _named(session, owner.project_id, name) or _of_checkpoint(session, owner, name)
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """A folder that is a model, as it was at one look, which several may have asked for."""
+
+    name: str
+    shape: ModelShape
+    made_at: float
+
+    def model(self) -> Model:
+        shape = self.shape.model_dump(mode="json")
+        return Model(id=self.name, project_id=None, source=f"dir:{self.name}", shape=shape, created_at=self.made_at)
+
+
+def _unregistered(models: Path, name: str) -> _Folder:
     folder = models / name
     if FOLDER.fullmatch(name) and _is_model(folder):
-        return _of_folder(name, folder)
+        return _seen(folder)
     if _is_within(models, name):
         raise InvalidModel(f"The folder {name!r} {_no_model(folder)}", param="model")
     raise NotFound(
@@ -61,15 +80,39 @@ def _unregistered(name: str, models: Path) -> Model:
     )
 
 
-def _answered(folder: Path, look: Callable[[], Seen]) -> Seen:
+def _answered(models: Path, name: str, look: Callable[[Path, str], Seen]) -> Seen:
     """What `look` finds in a folder of models; Unavailable where that lies on a host that does not answer."""
+    silent = "The models directory does not answer"
     try:
-        return _folders.ask(folder, look)
+        _folders.ask(models, partial(_reach, models))
+        silent = f"{name!r} in the models directory does not answer"
+        if FOLDER.fullmatch(name):
+            _folders.ask(models / name, partial(_reach, models / name))
+        return _folders.ask((look, models, name), partial(look, models, name))
+    except CrowdedError as error:
+        raise Unavailable(
+            f"{name!r} in the models directory was not looked at: so many others do not answer that no more are asked. "
+            "Their disks, or the hosts that they are shared from, may be away. Try again in a moment, or take a base "
+            "that is not a folder."
+        ) from error
     except HangsError as error:
         raise Unavailable(
-            f"{folder.name!r} in the models directory does not answer: the disk that it is on, or the host that it is "
-            "shared from, may be away. Try again in a moment, or take a base that is not a folder."
+            f"{silent}: the disk that it is on, or the host that it is shared from, may be away. Try again in a "
+            "moment, or take a base that is not a folder."
         ) from error
+
+
+def _reach(folder: Path) -> None:
+    """Come back from a folder's host.
+
+    It comes before any look. So one that hangs is left behind but once, however many names, or looks, are asked for.
+    """
+    try:
+        # Asks the host that shares it, where a stat may be answered by what the kernel remembers of it.
+        statvfs(folder)
+    except OSError:
+        # What is wrong with it, whoever looks further is told.
+        return
 
 
 def list_(session: Session, owner: Account, *, models: Path) -> list[Model]:
@@ -78,30 +121,42 @@ def list_(session: Session, owner: Account, *, models: Path) -> list[Model]:
     own = {model.id for model in rows if model.project_id is not None}
     rows = [model for model in rows if model.project_id is not None or model.id not in own]
     taken = {model.id for model in rows}
-    folders = _answered(models, lambda: list(discover(models)))
-    return rows + [model for model in folders if model.id not in taken]
+    return rows + [model for model in discover(models) if model.id not in taken]
 
 
-def discover(models: Path) -> Iterator[Model]:
-    """The folders beneath `models` that hold a supported model; others are left out here, and named by `get`."""
-    for folder in sorted(models.iterdir()) if models.is_dir() else ():
-        if FOLDER.fullmatch(folder.name) and _is_model(folder):
-            try:
-                yield _of_folder(folder.name, folder)
-            except InvalidModel:
-                continue
+def discover(models: Path) -> list[Model]:
+    """The folders beneath `models` that answer and hold a supported model; `get` says why another is left out here."""
+    try:
+        _folders.ask(models, partial(_reach, models))
+        names = _folders.ask((_names, models), partial(_names, models))
+    except HangsError:
+        return []
+    reached = _folders.ask_all({models / name: partial(_reach, models / name) for name in names})
+    looks = {(_supported, path): partial(_supported, path) for path in reached}
+    folders = [answer.result() for answer in _folders.ask_all(looks).values()]
+    return [folder.model() for folder in sorted(filter(None, folders), key=lambda folder: folder.name)]
 
 
-def known(session: Session, owner: Account, name: str, *, models: Path) -> Model:
-    """`get`, and other processes find the model by its `key` afterwards, by `source_of`."""
-    model = usable(session, get(session, owner, name, models=models))
-    if model.source.startswith(CHECKPOINT):
-        # It has a row of its own, and goes when that goes.
+def _names(models: Path) -> list[str]:
+    names = [path.name for path in models.iterdir()] if models.is_dir() else []
+    return [name for name in names if FOLDER.fullmatch(name)]
+
+
+def _supported(folder: Path) -> _Folder | None:
+    try:
+        return _seen(folder) if _is_model(folder) else None
+    except InvalidModel:
+        return None
+
+
+def adopt(session: Session, owner: Account, model: Model) -> Model:
+    """The row of a folder that `get` found: other processes find the model by its `key` afterwards, by `source_of`."""
+    if _add(session, model):
         return model
-    if model not in session and not _add(session, model):
-        # Somebody else wanted the same folder at this moment.
-        model = get(session, owner, name, models=models)
-    return model
+    # Somebody else wanted the same folder at this moment.
+    if (row := _named(session, owner.project_id, model.id)) is None:
+        raise NotFound(f"The model {model.id!r} was just deleted.", param="model")
+    return row
 
 
 def usable(session: Session, model: Model) -> Model:
@@ -152,14 +207,21 @@ def facts(session: Session, owner: Account, name: str, *, models: Path, param: s
         model = usable(session, get(session, owner, name, models=models))
         folder = source_folder(model, models)
         # Read anew: a folder may have been replaced since it was first seen.
-        shape = _answered(folder, partial(inspect, folder)) if folder else ModelShape.model_validate(model.shape)
-    return BaseFacts(name=model.id, shape=shape)
+        shape = _answered(models, folder.name, _whole) if folder else ModelShape.model_validate(model.shape)
+    return BaseFacts(name=model.id, shape=shape, folder_made_at=model.created_at if model.key is None else None)
+
+
+def _whole(models: Path, name: str) -> ModelShape:
+    return inspect(models / name)
 
 
 def keep(session: Session, owner: Account, base: BaseFacts, *, models: Path, param: str = "model.base") -> None:
-    """Let a base stay until the commit, in a row that says its shape; NotFound where it is gone."""
+    """Let a base stay until the commit, in a row that says its shape; NotFound where it is gone.
+
+    Folders are not looked at again: one that hangs now would hold up all who wait for this transaction.
+    """
     with _blaming(param):
-        model = known(session, owner, base.name, models=models)
+        model = _still_there(session, owner, base)
         if model not in session:
             # A checkpoint. Who removes it waits, and finds the job; who changes its row need not.
             if directly(session, _KEPT_CHECKPOINT, {"key": model.key}).one_or_none() is None:
@@ -175,6 +237,14 @@ def keep(session: Session, owner: Account, base: BaseFacts, *, models: Path, par
         if is_stale:
             model.shape = shape
             session.flush()
+
+
+def _still_there(session: Session, owner: Account, base: BaseFacts) -> Model:
+    if (model := _recorded(session, owner, base.name)) is not None:
+        return usable(session, model)
+    if base.folder_made_at is None:
+        raise NotFound(f"The model {base.name!r} was just deleted.")
+    return adopt(session, owner, _Folder(base.name, base.shape, base.folder_made_at).model())
 
 
 _ROW = select(Model.key).where(Model.key == bindparam("key"))
@@ -200,39 +270,66 @@ def register(session: Session, owner: Account, name: str, source: str | Mapping[
     """
     if isinstance(source, str):
         owner.require("admin")
-        model = _answered(models / source.partition(":")[2], partial(_named_folder, name, source, models))
-        model.project_id = None if owner.manages_organization else owner.project_id
+        shape = _answered(models, _folder_of(source), _named_folder)
+        project_id = None if owner.manages_organization else owner.project_id
+        model = Model(id=name, project_id=project_id, source=source, shape=shape.model_dump(mode="json"))
+        # A folder may keep the name that it has.
+        if source != f"dir:{name}":
+            check_is_no_folder(name, models=models)
     else:
+        check_is_no_folder(name, models=models)
         model = _named_result(session, owner, name, source["job"])
-    return _introduce(session, owner, model, models=models)
+    return _introduce(session, owner, model)
 
 
-def expect(session: Session, owner: Account, name: str, source: str, shape: ModelShape, *, models: Path) -> Model:
-    """Give a name to a base that is still to come, from a hub. An admin of the organisation's is everyone's."""
+def check_is_no_folder(name: str, *, models: Path) -> None:
+    """InvalidSpec where a folder has the name. It may be waited for, so let no lock be held."""
+    if FOLDER.fullmatch(name) and _answered(models, name, _has_model):
+        raise _taken(name)
+
+
+def _has_model(models: Path, name: str) -> bool:
+    return _is_model(models / name)
+
+
+def _taken(name: str) -> InvalidSpec:
+    return InvalidSpec(f"The name {name!r} is taken; choose another.", param="id")
+
+
+def expect(session: Session, owner: Account, name: str, source: str, shape: ModelShape) -> Model:
+    """Give a name to a base that is still to come, from a hub. An admin of the organisation's is everyone's.
+
+    See `check_is_no_folder` before.
+    """
     owner.require("admin")
     project_id = None if owner.manages_organization else owner.project_id
     model = Model(id=name, project_id=project_id, source=source, shape=shape.model_dump(mode="json"))
-    return _introduce(session, owner, model, models=models)
+    return _introduce(session, owner, model)
 
 
-def _introduce(session: Session, owner: Account, model: Model, *, models: Path) -> Model:
+def _introduce(session: Session, owner: Account, model: Model) -> Model:
     """Add a model under a name that is still free."""
-    name = model.id
-    # A folder may keep the name that it has.
-    may_be_one = model.source != f"dir:{name}" and FOLDER.fullmatch(name) is not None
-    is_folder = may_be_one and _answered(models / name, partial(_is_model, models / name))
-    if is_folder or not _insert(session, model, beside=owner.project_id):
-        raise InvalidSpec(f"The name {name!r} is taken; choose another.", param="id")
+    if not _insert(session, model, beside=owner.project_id):
+        raise _taken(model.id)
     audit.record(session, owner, "model.registered", model.id, source=model.source)
     return model
 
 
-def delete(session: Session, owner: Account, name: str, *, models: Path, force: bool = False) -> None:
+def delete(
+    session: Session,
+    owner: Account,
+    name: str,
+    *,
+    models: Path,
+    force: bool = False,
+    reading: Session | None = None,
+) -> None:
     """Let go of a model's name. What lies under it stays: a folder where it is, a job's files with the job.
 
-    Checkpoints that are adapters on it could not be used any more: without `force` it stays for them.
+    Checkpoints that are adapters on it could not be used any more: without `force` it stays for them. It is looked up
+    in `reading`, before `session` has locked anything; without another session, in this one.
     """
-    model = get(session, owner, name, models=models)
+    model = get(session if reading is None else reading, owner, name, models=models)
     if model.source.startswith(CHECKPOINT):
         raise InvalidRequest(
             f"{name} is a checkpoint, and stays as long as its job keeps it (training.keep_checkpoints).", param="model"
@@ -244,13 +341,15 @@ def delete(session: Session, owner: Account, name: str, *, models: Path, force: 
     if model.project_id is None and not owner.manages_organization:
         raise Forbidden(f"{name} is there for everyone; an admin of the organisation may delete it.", param="model")
     # Locked first: who wants it for a job meanwhile either is seen below, or does not find it.
-    session.execute(select(Model.key).where(Model.key == model.key).with_for_update())
+    model_now = session.get(Model, model.key, with_for_update=True, populate_existing=True)
+    if model_now is None:
+        raise NotFound(f"The model {name!r} was just deleted.", param="model")
     on_it = select(Job.id).where(Job.base_model == name)
     if model.project_id is not None:
         on_it = on_it.where(Job.project_id == model.project_id)
     check_unneeded(session, on_it, "this model", force=force, param="model")
     audit.record(session, owner, "model.deleted", name, project_id=model.project_id)
-    session.delete(model)
+    session.delete(model_now)
     session.flush()
 
 
@@ -417,10 +516,9 @@ def _no_model(folder: Path) -> str:
     return "has no config.json; it must be a model in Hugging Face layout."
 
 
-def _of_folder(name: str, folder: Path) -> Model:
-    created = (folder / "config.json").stat().st_mtime
-    shape = shape_of(folder).model_dump(mode="json")
-    return Model(id=name, project_id=None, source=f"dir:{folder.name}", shape=shape, created_at=created)
+def _seen(folder: Path) -> _Folder:
+    made_at = (folder / "config.json").stat().st_mtime
+    return _Folder(folder.name, shape_of(folder), made_at)
 
 
 def _of_checkpoint(session: Session, owner: Account, name: str) -> Model | None:
@@ -457,16 +555,19 @@ def trained_shape(session: Session, job: Job) -> dict[str, Any]:
     return base.shape
 
 
-def _named_folder(name: str, source: str, models: Path) -> Model:
+def _folder_of(source: str) -> str:
     kind, _, where = source.partition(":")
     if kind != "dir":
         raise InvalidSpec(
             "A source is dir:<folder under the models directory>, hf://org/name@revision, or a job.", param="source"
         )
-    if not FOLDER.fullmatch(where) or not (models / where).is_dir():
-        raise NotFound(f"There is no folder {where!r} in the models directory.", param="source")
-    shape = inspect(models / where).model_dump(mode="json")
-    return Model(id=name, project_id=None, source=f"dir:{where}", shape=shape)
+    return where
+
+
+def _named_folder(models: Path, name: str) -> ModelShape:
+    if not FOLDER.fullmatch(name) or not (models / name).is_dir():
+        raise NotFound(f"There is no folder {name!r} in the models directory.", param="source")
+    return inspect(models / name)
 
 
 def _named_result(session: Session, owner: Account, name: str, job_id: str) -> Model:

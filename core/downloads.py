@@ -164,9 +164,10 @@ def _weights(hub: Hub, repo: Repo, there: dict[str, HubFile]) -> set[str]:
 
 def begin(session: Session, owner: Account, name: str, found: Found, *, models: Path) -> Model:
     """Give a name to a base that is to be fetched. One of a project is part of what that may store."""
+    catalog.check_is_no_folder(name, models=models)
     if not owner.manages_organization:
         quotas.take_storage(session, owner.project_id, found.bytes)
-    model = catalog.expect(session, owner, name, found.repo.source, found.shape, models=models)
+    model = catalog.expect(session, owner, name, found.repo.source, found.shape)
     session.add(
         HubDownload(
             model_key=model.key,

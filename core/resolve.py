@@ -88,6 +88,8 @@ class BaseFacts:
 
     name: str
     shape: ModelShape
+    folder_made_at: float | None = None
+    """Of a folder that nobody registered yet; None: the model is in the database."""
 
 
 @dataclass(frozen=True)

@@ -282,5 +282,9 @@ async def framed(
 
 def named(services: Services, owner: Account, model: str) -> str:
     """The key by which samplers find the model."""
+    with services.db.reading() as session:
+        found = catalog.usable(session, catalog.get(session, owner, model, models=services.settings.models))
+    if found.key is not None:
+        return found.key
     with services.db.session() as session:
-        return catalog.known(session, owner, model, models=services.settings.models).key
+        return catalog.adopt(session, owner, found).key

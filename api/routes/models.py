@@ -106,11 +106,12 @@ def delete_model(
     model: Annotated[str, Path(description="Name of the model.")],
     owner: SubmitterDep,
     session: SessionDep,
+    reading: ReadingDep,
     services: ServicesDep,
     force: Annotated[
         bool, Query(description="Also where checkpoints are adapters on it, which can't be used then.")
     ] = False,
 ) -> DeletedOut:
     """Delete a model: its name. The files that a job made stay with the job, and one that is still needed stays."""
-    catalog.delete(session, owner, model, models=services.settings.models, force=force)
+    catalog.delete(session, owner, model, models=services.settings.models, force=force, reading=reading)
     return DeletedOut(id=model, object="model")

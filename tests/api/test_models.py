@@ -1,6 +1,7 @@
 """Models over HTTP, in OpenAI's shapes: folders found by name, results of jobs, names with slashes."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event
 
 import pytest
@@ -139,7 +140,7 @@ def test_a_folder_on_a_host_that_does_not_answer_keeps_nobody_waiting_for_long(l
 
     monkeypatch.setattr(catalog, "_is_model", answers)
     (live.services.settings.models / "away").mkdir()
-    monkeypatch.setattr(catalog._folders, "seconds", 0.05)
+    monkeypatch.setattr(catalog._folders, "seconds", 1.0)
     body = {"kind": "finetune", "model": {"base": "away"}, "data": {"train": [driving.upload(http)["id"]]}}
     cancelled = driving.submit(http)["id"]
     http.post(f"/v1/jobs/{cancelled}/cancel")
@@ -147,17 +148,76 @@ def test_a_folder_on_a_host_that_does_not_answer_keeps_nobody_waiting_for_long(l
         jobs.find(session, cancelled).spec = body
     retried = http.post(f"/v1/jobs/{cancelled}/retry")
     asked = [retried, http.post("/v1/jobs", json=body), http.post("/v1/plans", json=body), http.get("/v1/models/away")]
-    for answer in (*asked, http.get("/v1/models")):
+    for answer in asked:
         error = envelope(answer, 503)
         assert error["code"] == "unavailable"
-        assert "in the models directory does not answer" in error["message"]
+        assert "'away' in the models directory does not answer" in error["message"]
+    listed = [model["id"] for model in http.get("/v1/models").json()["data"]]
+    assert base in listed
+    assert "away" not in listed
     monkeypatch.setattr(catalog._folders, "seconds", 60)
     assert http.get(f"/v1/models/{base}").status_code == 200
     assert driving.submit(http)["state"] == "queued"
     back.set()
-    until(lambda: not catalog._folders._hanging)
+    until(lambda: not catalog._folders._under_way)
     assert "has no config.json" in envelope(http.post("/v1/jobs", json=body), 400)["message"]
     assert http.get("/v1/models").status_code == 200
+
+
+def test_while_some_wait_for_folders_that_hang_others_create(live, http, monkeypatch, request):
+    is_there, back, reached = catalog._is_model, Event(), set()
+    request.addfinalizer(back.set)
+
+    def answers(folder):
+        if not folder.name.startswith("gone"):
+            return is_there(folder)
+        reached.add(folder.name)
+        return back.wait() and is_there(folder)
+
+    monkeypatch.setattr(catalog, "_is_model", answers)
+    monkeypatch.setattr(catalog._folders, "seconds", 60)
+    models, file, job = live.services.settings.models, driving.upload(http)["id"], driving.submit(http)["id"]
+    for name in ("gone-0", "gone-1", "gone-2", "gone-3", "gone-4", "gone-5"):
+        (models / name).mkdir()
+    body = {"kind": "finetune", "data": {"train": [file]}}
+    fine_tune = {"model": "gone-2", "training_file": file}
+    asked = [
+        ("POST", "/v1/jobs", body | {"model": {"base": "gone-0"}}, 400),
+        ("POST", "/v1/jobs", body | {"model": {"base": "gone-1"}}, 400),
+        ("POST", "/v1/fine_tuning/jobs", fine_tune, 400),
+        ("POST", "/v1/completions", {"model": "gone-3", "prompt": "a"}, 400),
+        ("POST", "/v1/models", {"id": "gone-4", "source": {"job": job}}, 404),
+        ("DELETE", "/v1/models/gone-5", None, 400),
+    ]
+    with ThreadPoolExecutor(len(asked)) as clients:
+        waiting = [clients.submit(http.request, method, path, json=json) for method, path, json, _ in asked]
+        until(lambda: len(reached) == len(asked))
+        with live.http(live.key()) as another:
+            assert driving.submit(another)["state"] == "queued"
+        assert not wait(waiting, 0).done
+        back.set()
+        assert [answer.result().status_code for answer in waiting] == [status for *_, status in asked]
+
+
+def test_a_models_directory_that_hangs_is_asked_once_whatever_the_names(live, http, base, monkeypatch, request):
+    statvfs, back, asked = catalog.statvfs, Event(), []
+    request.addfinalizer(back.set)
+
+    def hang(path):
+        asked.append(path)
+        return back.wait() and statvfs(path)
+
+    monkeypatch.setattr(catalog, "statvfs", hang)
+    monkeypatch.setattr(catalog._folders, "seconds", 0.05)
+    for name in ("a", "b", "c"):
+        error = envelope(http.get(f"/v1/models/{name}"), 503)
+        assert error["message"].startswith("The models directory does not answer: ")
+    assert http.get("/v1/models").status_code == 200, "what has a row is still listed"
+    assert asked == [live.services.settings.models]
+    monkeypatch.setattr(catalog._folders, "seconds", 60)
+    back.set()
+    until(lambda: not catalog._folders._under_way)
+    assert http.get(f"/v1/models/{base}").status_code == 200
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from api import trips
 from api.trips import Few, OneTrip, few_at_once, in_place
 from core.db import Database, after_commit
+from core.hanging import meanwhile
 from core.models import Project
 from tests import make
 
@@ -174,3 +175,37 @@ def test_a_plain_endpoint_may_ask_for_the_request() -> None:
         return request.url.path
 
     assert asked(router, "GET", "/there").json() == "/there"
+
+
+def test_one_of_the_few_that_waits_aside_leaves_its_turn_and_its_thread_to_others_and_takes_them_again() -> None:
+    router, aside, back = APIRouter(route_class=OneTrip), threading.Barrier(3), threading.Event()
+    working = threading.Lock()
+
+    @router.post("/{name}")
+    @few_at_once
+    def create(name: str) -> str:
+        """Two wait for what hangs, and the third does not."""
+        if name != "third":
+            with meanwhile.get()():
+                aside.wait(20)
+                assert back.wait(20)
+        assert working.acquire(blocking=False)
+        working.release()
+        return name
+
+    app = FastAPI()
+    app.include_router(router)
+
+    async def ask() -> list[str]:
+        app.state.few = few = Few(2)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+            waiting = [asyncio.create_task(client.post(f"/{name}")) for name in ("first", "second")]
+            await asyncio.to_thread(aside.wait, 20)
+            assert few.limiter.total_tokens == 4
+            third = await client.post("/third")
+            back.set()
+            answers = [third.json(), *[(await wait).json() for wait in waiting]]
+            assert (few.limiter.total_tokens, few.limiter.borrowed_tokens) == (2, 0)
+        return answers
+
+    assert asyncio.run(asyncio.wait_for(ask(), 60)) == ["third", "first", "second"]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from sqlalchemy.orm import Session
 
 from core import catalog
-from core.errors import Forbidden, InUse, InvalidModel, InvalidSpec, NotFound
+from core.errors import Forbidden, InUse, InvalidModel, InvalidSpec, NotFound, Unavailable
+from core.hanging import HangsError, Patient
 from core.keys import DEFAULT_PROJECT, Account
+from core.resolve import BaseFacts
 from core.states import JobState
 from engine.naming import shapes_of
 from tests import make
@@ -76,6 +80,63 @@ def test_a_base_gets_its_row_when_a_job_wants_it(session: Session, owner: Accoun
     config = CONFIG | {"max_position_embeddings": 128}
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
     assert catalog.facts(session, owner, "tiny", models=tmp_path).shape.max_seq_len == 128
+
+
+def test_a_base_that_was_looked_at_is_kept_without_another_look(
+    session: Session, owner: Account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_at = (folder(tmp_path) / "config.json").stat().st_mtime
+    facts = catalog.facts(session, owner, "tiny", models=tmp_path)
+    monkeypatch.setattr(catalog, "_is_model", lambda _: pytest.fail("it may hang, and locks are held"))
+    catalog.keep(session, owner, facts, models=tmp_path)
+    row = catalog.get(session, owner, "tiny", models=tmp_path)
+    assert row in session
+    assert (row.source, row.project_id, row.created_at) == ("dir:tiny", None, made_at)
+    catalog.keep(session, owner, facts, models=tmp_path)
+    with pytest.raises(NotFound, match="just deleted"):
+        catalog.keep(session, owner, BaseFacts("other", make.shape()), models=tmp_path)
+
+
+def test_of_folders_that_hang_the_list_leaves_out_those_and_a_sound_one_is_not_taken_for_one_of_them(
+    session: Session, owner: Account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    is_there, back = catalog._is_model, Event()
+    request.addfinalizer(back.set)
+    for name in ("away-1", "away-2", "sound", "tiny"):
+        folder(tmp_path, name)
+    monkeypatch.setattr(
+        catalog, "_is_model", lambda path: (not path.name.startswith("away") or back.wait()) and is_there(path)
+    )
+    monkeypatch.setattr(catalog, "_folders", Patient(seconds=1.0, most=3, waiting=1))
+    for _ in range(2):
+        assert [model.id for model in catalog.list_(session, owner, models=tmp_path)] == ["sound", "tiny"]
+    assert catalog.get(session, owner, "sound", models=tmp_path).id == "sound"
+    monkeypatch.setattr(catalog, "_folders", crowded := Patient(seconds=0.05, most=1, waiting=1))
+    with pytest.raises(HangsError):
+        crowded.ask("away", back.wait)
+    with pytest.raises(Unavailable, match="so many others do not answer"):
+        catalog.get(session, owner, "sound", models=tmp_path)
+
+
+def test_a_folder_that_hangs_is_left_behind_once_whatever_is_asked_of_it(
+    session: Session, owner: Account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    reach, back = catalog.statvfs, Event()
+    request.addfinalizer(back.set)
+    folder(tmp_path)
+    monkeypatch.setattr(catalog, "statvfs", lambda path: (path.name != "tiny" or back.wait()) and reach(path))
+    monkeypatch.setattr(catalog, "_folders", patient := Patient(seconds=1.0, most=8, waiting=1))
+    asks: list[Callable[[], object]] = [
+        lambda: catalog.get(session, owner, "tiny", models=tmp_path),
+        lambda: catalog.facts(session, owner, "tiny", models=tmp_path),
+        lambda: catalog.register(session, owner, "tiny", {"job": "job-0"}, models=tmp_path),
+        lambda: catalog.register(session, owner, "other", "dir:tiny", models=tmp_path),
+    ]
+    for ask in asks:
+        with pytest.raises(Unavailable, match="'tiny' in the models directory does not answer"):
+            ask()
+    assert catalog.list_(session, owner, models=tmp_path) == []
+    assert list(patient._under_way) == [tmp_path / "tiny"]
 
 
 def test_without_a_models_directory_there_are_no_bases(session: Session, owner: Account, tmp_path: Path) -> None:
