@@ -165,24 +165,29 @@ def evaluate(run: RunConfig, run_dir: Path, *, documents: bool = False) -> Held:
         assert prepared.validation is not None
         with said_once(mesh):
             decoder = ready_model(run, run_dir, mesh, tokenizer)
+        # All have one: what follows asks the other stages for theirs.
+        with said_once(mesh):
             load(run, run_dir, decoder)
+        if run.parallel.is_shared_out:
+            # What it imports takes seconds and 50 MB, which other layouts need not spend.
+            from engine.sharding import share_out
+
+            # In no such block: the replicas wait for one another in it.
+            share_out(decoder, weights=run.parallel.shard_weights)
         held = _evaluated(run, decoder.eval(), prepared.validation, documents=documents)
     mesh.close()
     return held
 
 
 def load(run: RunConfig, run_dir: Path, decoder: Decoder) -> None:
-    """Take the checkpoint's weights, if one is meant, and share them out as the layout asks; nothing trains."""
+    """Take the checkpoint's weights, if one is meant; nothing trains. All ranks come here together."""
     if run.resume is not None:
+        # First, as the stages make it together: from here on one may have raised.
+        restored = Restored(decoder)
         base = checkpoint.fingerprint(run_dir / run.base) if run.lora is not None and run.base else None
         scale = None if run.lora is None else run.lora.scale
-        checkpoint.load(run.resume, Restored(decoder), base=base, scale=scale)
+        checkpoint.load(run.resume, restored, base=base, scale=scale)
     decoder.requires_grad_(False)
-    if run.parallel.is_shared_out:
-        # What it imports takes seconds and 50 MB, which other layouts need not spend.
-        from engine.sharding import share_out
-
-        share_out(decoder, weights=run.parallel.shard_weights)
 
 
 def _evaluated(run: RunConfig, decoder: Decoder, rows: Rows, *, documents: bool) -> Held:

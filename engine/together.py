@@ -35,7 +35,8 @@ def together(mesh: Mesh) -> Iterator[None]:
 def said_once(mesh: Mesh) -> Iterator[None]:
     """Likewise; but what rank 0 raises is its alone, as it will be the same for all. Others raise where it does not.
 
-    Such blocks may be in this one as well: what is exchanged here is of the same kind.
+    Blocks of the other kind may be in this one, and one rank have raised before another comes to them. Nothing else
+    in it may wait for a rank that may have raised.
     """
     error = None
     try:
@@ -44,20 +45,32 @@ def said_once(mesh: Mesh) -> Iterator[None]:
         error = raised
     if mesh.parallel.ranks > 1:
         is_own = error is not None and not isinstance(error, LostContact)
-        raised_anywhere = torch.tensor((FIRST if mesh.world_rank == 0 else 1) * is_own)
+        first = mesh.world_rank == 0
         try:
-            with mesh.exchange():
-                dist.all_reduce(raised_anywhere)
+            reasons = _when_all_are_here(mesh, (FIRST if first else 1) * is_own)
         except RuntimeError:
             # Somebody is gone, who may not have come here. One's own reason says more.
             if error is None:
                 raise
         else:
-            if (raised_anywhere and error is None) or (raised_anywhere >= FIRST and mesh.world_rank > 0):
+            if reasons and not (is_own and (first or reasons < FIRST)):
                 raise LostContact("another rank says why") from error
     if error is not None:
         raise error
 
 
-FIRST = 2**32
+def _when_all_are_here(mesh: Mesh, value: int) -> int:
+    """The sum of what all say at the end of this block. Whoever is at the end of an inner one learns that it failed."""
+    here = 0
+    with mesh.exchange():
+        while here < mesh.parallel.ranks:
+            said = torch.tensor(HERE + value)
+            dist.all_reduce(said)
+            here, values = divmod(int(said), HERE)
+    return values
+
+
+FIRST = 2**20
 """More than there are ranks."""
+HERE = FIRST**2
+"""More than all of them can say."""

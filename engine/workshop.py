@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,9 @@ from engine.mesh import Mesh
 from engine.together import together
 
 PREFIX = ".evaluation-"
+LONGEST_SECONDS = 5.0
+"""That another one's clearing up is waited for."""
+BETWEEN_SECONDS = 0.05
 
 
 @contextmanager
@@ -24,7 +28,6 @@ def workshop(run_dir: Path, mesh: Mesh) -> Iterator[Path]:
     mine = None
     with together(mesh):
         if mesh.world_rank == 0:
-            sweep(run_dir)
             mine = _made(run_dir)
     made = [None if mine is None else str(mine[0])] * mesh.parallel.ranks
     if mesh.parallel.ranks > 1:
@@ -42,43 +45,62 @@ def workshop(run_dir: Path, mesh: Mesh) -> Iterator[Path]:
 
 def sweep(run_dir: Path) -> None:
     """Remove what commands left that were killed: the kernel let go of their folders with them."""
-    with _alone(run_dir):
-        for left in run_dir.glob(f"{PREFIX}*"):
-            if (held := _lock(left)) is not None:
-                shutil.rmtree(left, ignore_errors=True)
-                os.close(held)
+    with _swept(run_dir):
+        pass
 
 
 def _made(run_dir: Path) -> tuple[Path, int | None]:
     """A new folder, and what keeps it from `sweep` for as long as this process lives."""
-    with _alone(run_dir):
+    with _swept(run_dir):
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=run_dir))
         return folder, _lock(folder)
 
 
 @contextmanager
-def _alone(run_dir: Path) -> Iterator[None]:
-    """Nobody else makes or removes such a folder meanwhile: one that is just made is not locked yet."""
-    held = _lock(run_dir, wait=True)
+def _swept(run_dir: Path) -> Iterator[None]:
+    """What is left is gone, and nobody else sweeps meanwhile: a folder that is just made is not locked yet.
+
+    What is left stays where somebody else is at it for too long, as a process that was stopped would be.
+    """
+    held = _lock(run_dir, seconds=LONGEST_SECONDS)
     try:
+        if held is not None:
+            for left in run_dir.glob(f"{PREFIX}*"):
+                if (free := _lock(left)) is not None:
+                    shutil.rmtree(left, ignore_errors=True)
+                    os.close(free)
         yield
     finally:
         if held is not None:
             os.close(held)
 
 
-def _lock(folder: Path, *, wait: bool = False) -> int | None:
-    """What keeps others from it until it is closed; None where another has that, or its file system has no such thing.
+def _lock(folder: Path, *, seconds: float = 0.0) -> int | None:
+    """What keeps others from it until it is closed; None where another still has that, or there is no such thing.
 
     Over NFS a folder can't be locked: what is left there stays.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
+        # It is gone, or another user's, who is to remove it.
+        return None
+    until = time.monotonic() + seconds
+    try:
+        while not (is_mine := _take(descriptor)) and time.monotonic() < until:
+            time.sleep(BETWEEN_SECONDS)
+    except OSError:
+        is_mine = False
+    if not is_mine:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _take(descriptor: int) -> bool:
+    """Whether its lock was free, and so is this process's."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -15,19 +19,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine import evaluate
+from engine import evaluate, workshop
 from engine.__main__ import main
 from engine.config import Parallel, RunConfig
 from engine.evaluate import Held, asked
 from engine.failure import LostContact
 from engine.inventory import InvalidWeights
+from engine.mesh import alone
 from engine.optimizer import Optimizer
-from engine.weights import Folder
+from engine.shares import ShareOptimizer
 from tests.engine.train import runs
 from tests.worlds import World
 
 DEADLINE = 120.0
+NOBODY = 65534
+"""A user with no rights of its own, on Linux."""
 HELD_OUT = [{"prompt": f"{n}?", "completion": " no" * (n % 4 + 1)} for n in range(7)]
+ADAPTER = {"rank": 2, "alpha": 4, "targets": ["q", "v"]}
 WORDS = "{}: shed and rail and signal"
 
 
@@ -93,7 +101,7 @@ def test_any_layout_finds_the_same(base: Path, tmp_path: Path, world2: World, la
     assert not list(tmp_path.glob(".evaluation-*"))
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4, "targets": ["q", "v"]}], ids=["all", "adapter"])
+@pytest.mark.parametrize("lora", [None, ADAPTER], ids=["all", "adapter"])
 def test_a_checkpoint_has_the_loss_that_the_run_found_in_any_layout(
     base: Path, tmp_path: Path, world2: World, lora: Any
 ) -> None:
@@ -152,25 +160,55 @@ def test_a_checkpoint_is_read_without_what_training_it_would_take(base: Path, tm
 
 
 def evaluated_untrained(run: RunConfig, run_dir: Path) -> Held:
-    with patch.object(Optimizer, "__init__", side_effect=AssertionError("nothing is trained")):
+    nothing = AssertionError("nothing is trained")
+    with (
+        patch.object(Optimizer, "__init__", side_effect=nothing),
+        patch.object(ShareOptimizer, "__init__", side_effect=nothing),
+    ):
         return evaluate.evaluate(run, run_dir)
 
 
-def reason(run: RunConfig, run_dir: Path, bad: list[int]) -> str:
-    """What this rank raises where some can't read the base's tensors."""
+def reason(run: RunConfig, run_dir: Path, bad: list[int], where: str) -> str:
+    """What this rank raises where some can't go on from there; then all are at the same point again."""
     damaged = InvalidWeights(f"damaged for rank {dist.get_rank()}")
-    broken = patch.object(Folder, "piece", side_effect=damaged) if dist.get_rank() in bad else nullcontext()
+    broken = patch(where, side_effect=damaged) if dist.get_rank() in bad else nullcontext()
     with broken, pytest.raises((ValueError, LostContact)) as raised:
         evaluate.evaluate(run, run_dir)
+    dist.barrier()
     return f"{raised.typename}: {raised.value}"
 
 
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run from random weights, with a checkpoint."""
+    folder = tmp_path_factory.mktemp("scratch")
+    runs.events_of(folder, runs.config(data={"validation": 0.2}, training={"steps": 1}))
+    return folder
+
+
 @pytest.mark.parametrize(("bad", "who_says"), [([0], 0), ([1], 1), ([0, 1], 0)])
+@pytest.mark.parametrize(
+    ("where", "of_base"),
+    [
+        ("engine.weights.Folder.piece", True),
+        ("engine.makings.Decoder", True),
+        ("engine.makings.lora.adapt", True),
+        ("engine.makings.Decoder", False),
+        ("engine.checkpoint.verify", False),
+    ],
+)
 def test_whichever_rank_meets_what_is_wrong_its_reason_is_said_and_once(
-    base: Path, tmp_path: Path, world2: World, bad: list[int], who_says: int
+    base: Path, tmp_path: Path, scratch: Path, world2: World, bad: list[int], who_says: int, where: str, of_base: bool
 ) -> None:
-    run = asked(completions(base, tmp_path, parallel=runs.LAYOUTS["pipeline"]), tmp_path)
-    said = world2.run(reason, run, tmp_path, bad)
+    layout: dict[str, Any] = {"parallel": runs.LAYOUTS["pipeline"]}
+    if of_base:
+        run = completions(base, tmp_path, **layout, lora=ADAPTER)
+        run = asked(run, tmp_path).model_copy(update={"lora": run.lora})
+    else:
+        run = runs.config(data={"validation": 0.2}, **layout)
+        runs.write(tmp_path, run)
+        run = asked(run, tmp_path, scratch / "checkpoints" / "step-00000001")
+    said = world2.run(reason, run, tmp_path, bad, where, seconds=30)
     assert said[who_says] == f"InvalidWeights: damaged for rank {who_says}"
     assert said[1 - who_says].startswith("LostContact")
 
@@ -191,6 +229,51 @@ def test_one_that_was_killed_leaves_nothing_for_longer_than_to_the_next(base: Pa
         killed.wait(DEADLINE)
     evaluate.evaluate(asked(run, tmp_path), tmp_path)
     assert not list(tmp_path.glob(".evaluation-*"))
+
+
+def test_what_another_user_left_stays_and_refuses_nobody() -> None:
+    # The folders that pytest makes are one user's alone.
+    with tempfile.TemporaryDirectory() as anywhere:
+        run_dir = Path(anywhere)
+        run_dir.chmod(0o777)
+        left, held = workshop._made(run_dir)
+        assert held is not None
+        os.close(held)
+        left.chmod(0)
+        with another_user():
+            with workshop.workshop(run_dir, alone(torch.device("cpu"))) as mine:
+                assert {*run_dir.glob(".evaluation-*")} == {left, mine}
+            workshop.sweep(run_dir)
+        assert [*run_dir.glob(".evaluation-*")] == [left]
+        left.chmod(0o700)
+
+
+def test_one_that_is_stopped_as_it_clears_up_keeps_the_next_for_a_moment_only(base: Path, tmp_path: Path) -> None:
+    run = asked(completions(base, tmp_path), tmp_path)
+    _, left = workshop._made(tmp_path)
+    assert left is not None
+    os.close(left)
+    stopped = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(stopped, fcntl.LOCK_EX)
+    with patch.object(workshop, "LONGEST_SECONDS", 0.1):
+        evaluate.evaluate(run, tmp_path)
+    assert len([*tmp_path.glob(".evaluation-*")]) == 1
+    os.close(stopped)
+    evaluate.evaluate(run, tmp_path)
+    assert not list(tmp_path.glob(".evaluation-*"))
+
+
+@contextmanager
+def another_user() -> Iterator[None]:
+    """Whom permissions bind, as they do not root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def test_what_cannot_be_evaluated_is_refused_in_words(base: Path, tmp_path: Path, capsys: Any) -> None:
