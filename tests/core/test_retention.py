@@ -207,7 +207,7 @@ def test_a_checkpoint_that_has_just_gone_is_no_base(
         found = catalog.get(session, owner, id_, models=services.settings.models)
         session.execute(delete(Checkpoint).where(Checkpoint.id == id_))
         # As another transaction does between the two statements.
-        monkeypatch.setattr(catalog, "known", lambda *_, **__: found)
+        monkeypatch.setattr(catalog, "_still_there", lambda *_: found)
         with pytest.raises(NotFound, match="just removed"):
             catalog.keep(session, owner, BaseFacts(id_, make.shape()), models=services.settings.models)
 
