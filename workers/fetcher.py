@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Self
 
 import structlog
 
-from core import catalog, downloads, space
+from core import catalog, downloads, filelocks, space
 from core.downloads import Check, Errand, Fault
 from core.errors import InvalidModel
 from core.hub import Hub, HubFile, Refused
@@ -245,10 +244,8 @@ def _alone(work: Path) -> Iterator[None]:
     """
     work.mkdir(parents=True, exist_ok=True)
     with (work / ".lock").open("wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise _OthersFirstError("an earlier attempt on this host is not over yet") from error
+        if not filelocks.take(lock):
+            raise _OthersFirstError("an earlier attempt on this host is not over yet")
         yield
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import subprocess
 import sys
 from threading import Thread
 
 import structlog
 
-from core import jobs, scheduler
+from core import filelocks, jobs, scheduler
 from core.queue import RUN_JOB, TICK
 from core.settings import Settings
 from workers.app import app, services
@@ -57,9 +56,7 @@ def start_supervisor(settings: Settings, job_id: str, attempt: int) -> int | Non
     folder = settings.runs / job_id
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "supervisor.log").open("ab") as output, starting(folder, attempt).open("wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not filelocks.take(lock):
             return None
         # It inherits the lock, which ends when it has.
         child = subprocess.Popen(

@@ -5,7 +5,6 @@ Of a job that was deleted all goes at once.
 
 from __future__ import annotations
 
-import fcntl
 import re
 import shutil
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from core import joblogs
+from core import filelocks, joblogs
 from core.models import Job
 from core.services import Services
 from core.settings import Settings
@@ -40,10 +39,8 @@ def starting(folder: Path, attempt: int) -> Path:
 def is_alive(folder: Path) -> bool:
     """Whether a supervisor of some attempt of this job's `folder` lives."""
     for path in folder.glob("starting-*"):
-        with path.open("rb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+        with path.open("r+b") as lock:
+            if not filelocks.take(lock):
                 return True
     return False
 
