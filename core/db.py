@@ -106,7 +106,7 @@ class Database:
             engine.dispose()
 
 
-def after_commit(session: Session, follow: Callable[[], None], *, key: object = None) -> None:
+def after_commit(session: Session, follow: Callable[[], object], *, key: object = None) -> None:
     """Do `follow` once this session has committed, and not at all if it doesn't; once for all with the same `key`."""
     session.info.setdefault(_AFTER_COMMIT, {})[object() if key is None else key] = follow
 

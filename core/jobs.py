@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -394,12 +394,8 @@ def retry(session: Session, owner: Account, job_id: str, *, settings: Settings, 
     found = get(looking, owner, job_id)
     spec, needed = JobSpec.model_validate(found.spec), None
     if found.state in RETRIABLE:
-        try:
+        with _retrying():
             needed = _needed(looking, owner, spec, settings)
-        except Unavailable:
-            raise
-        except DomainError as error:
-            raise _not_retried(error) from error
     if reading is not None:
         reading.rollback()
     projects.active(session, owner, owner.project_id)
@@ -411,22 +407,25 @@ def retry(session: Session, owner: Account, job_id: str, *, settings: Settings, 
         raise InvalidMove(f"The job {_words(job.state)}; only one that failed or was cancelled can be retried{advice}.")
     if needed is None:
         raise InvalidMove("The job has ended at this moment; look at it, and retry it again.")
-    try:
+    with _retrying():
         _keep(session, owner, spec, needed, settings)
-    except Unavailable:
-        raise
-    except DomainError as error:
-        raise _not_retried(error) from error
     audit.record(session, owner, "job.retried", job_id)
     return _move(session, job_id, S.QUEUED, [], message="retried", losses=0, retry_at=None)
 
 
-def _not_retried(why: DomainError) -> DomainError:
-    if isinstance(why, NotReady):
-        return NotReady(f"The job can't be retried yet: {why.message}")
-    return InvalidMove(
-        f"The job can't be retried, for what it needs is not there any more: {why.message} Submit a new one."
-    )
+@contextmanager
+def _retrying() -> Iterator[None]:
+    """What is wrong with what a job needs, in words of a retry."""
+    try:
+        yield
+    except Unavailable:
+        raise
+    except NotReady as why:
+        raise NotReady(f"The job can't be retried yet: {why.message}") from why
+    except DomainError as why:
+        raise InvalidMove(
+            f"The job can't be retried, for what it needs is not there any more: {why.message} Submit a new one."
+        ) from why
 
 
 def change(session: Session, owner: Account, job_id: str, wish: JobChange) -> Job:

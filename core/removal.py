@@ -81,12 +81,8 @@ def remove(session: Session, services: Services, owner: Account, job_id: str, *,
     session.add(Removal(job_id=job_id))
     audit.record(session, owner, "job.deleted", job_id, name=job.name, kind=job.kind)
     session.flush()
-    after_commit(session, partial(_begin, services, job_id))
+    after_commit(session, partial(go_on, services, job_id))
     hints.ring(session, job_id)
-
-
-def _begin(services: Services, job_id: str) -> None:
-    go_on(services, job_id)
 
 
 def unfinished(session: Session) -> Sequence[str]:

@@ -109,4 +109,4 @@ def is_old(folder: Path) -> bool:
 def is_terminal(services: Services, job_id: str) -> bool:
     with services.db.reading() as session:
         job = session.get(Job, job_id)
-    return job is None or job.state in TERMINAL
+    return job is not None and job.state in TERMINAL

@@ -98,11 +98,8 @@ def _helps(error: ApiError) -> bool:
 
 def _further(told: Mapping[str, Any]) -> list[str]:
     """Of a file's findings those behind the first, which the message has."""
-    return [f"{_place(each)}: {each['message']}" for each in (told.get("errors") or ())[1:] if each.get("line")]
+    # Here and not above: few commands need it, and all would wait for it.
+    from engine.data.format import Finding
 
-
-def _place(finding: Mapping[str, Any]) -> str:
-    column, field = finding.get("column"), finding.get("field")
-    return ", ".join(
-        [f"line {finding['line']}", *([f"column {column}"] if column else []), *([field] if field else [])]
-    )
+    further = [each for each in (told.get("errors") or ())[1:] if each.get("line")]
+    return [str(Finding(each["line"], each["message"], each.get("column"), each.get("field"))) for each in further]
