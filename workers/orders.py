@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import monotonic
 
 from workers.outcome import Wish
+
+DEAF_SECONDS = 0.5
+"""The longest that a signal may go unheard."""
 
 
 class Orders:
@@ -30,13 +34,25 @@ class Orders:
 
     def wait(self, seconds: float) -> Wish | None:
         """The wish in force, after at most `seconds`, earlier when something came."""
-        deadline = monotonic() + seconds
-        try:
-            self._take(self._inbox.get(timeout=max(0.0, deadline - monotonic())))
+        with suppress(Empty):
+            self._take(self._next(monotonic() + seconds))
             while True:
                 self._take(self._inbox.get_nowait())
-        except Empty:
-            return self.wish
+        return self.wish
+
+    def _next(self, deadline: float) -> Wish | None:
+        """What comes first; Empty where nothing has by then.
+
+        Python notes a signal that comes between its last look for one and the wait, but calls its handler only once
+        that ends. So none is long.
+        """
+        while True:
+            left = deadline - monotonic()
+            try:
+                return self._inbox.get(timeout=max(0.0, min(left, DEAF_SECONDS)))
+            except Empty:
+                if left <= DEAF_SECONDS:
+                    raise
 
     def _take(self, wish: Wish | None) -> None:
         if wish is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from queue import Empty
 from threading import Thread
 
 import pytest
 
-from workers.orders import HOST_GOES_DOWN, Orders, obey_signals
+from workers.orders import DEAF_SECONDS, HOST_GOES_DOWN, Orders, obey_signals
 from workers.outcome import Wish
 
 DEADLINE_SECONDS = 20
@@ -55,3 +56,23 @@ def test_being_asked_to_end_is_a_wish_to_drain(number: int) -> None:
     os.kill(os.getpid(), number)
 
     assert orders.wait(DEADLINE_SECONDS) is Wish.DRAIN
+
+
+def test_no_wait_is_so_long_that_a_signal_just_before_it_goes_unheard():
+    """Python calls the handler of a signal that comes between its last look and the wait only once that ends."""
+    waited = []
+
+    class Inbox:
+        def get(self, timeout):
+            waited.append(timeout)
+            if len(waited) < 4:
+                raise Empty
+            return Wish.DRAIN
+
+        def get_nowait(self):
+            raise Empty
+
+    orders = Orders()
+    orders._inbox = Inbox()
+    assert orders.wait(60) is Wish.DRAIN
+    assert waited == [DEAF_SECONDS] * 4
