@@ -223,6 +223,10 @@ class UploadPart(Base):
     created_at: Mapped[float] = mapped_column(default=database_now())
 
 
+OWES_A_TRY = "made_by_retry > 0"
+"""Condition of an index, to be asked in these words: a retry made the job, and its first try has not been here."""
+
+
 class Job(Base):
     """A job: what was asked, what it became, where it stands, who holds it."""
 
@@ -237,6 +241,8 @@ class Job(Base):
         Index("jobs_from_a_base", "project_id", "created_at", "id", **_where("base_model IS NOT NULL")),
         Index("jobs_by_base", "base_model", **_where("base_model IS NOT NULL")),
         Index("jobs_in_line", "state", "priority", "created_at", "id", "queued_at"),
+        Index("jobs_by_request", "project_id", "request_digest", "created_at"),
+        Index("jobs_that_owe_a_try", "project_id", "request_digest", "created_at", **_where(OWES_A_TRY)),
         UniqueConstraint("project_id", "idempotency_key"),
     )
 
@@ -293,7 +299,7 @@ class Job(Base):
 
     idempotency_key: Mapped[str | None] = mapped_column(Name)
     """What the client named this create; the same name again is the same job."""
-    request_digest: Mapped[str | None] = mapped_column(String(64), index=True)
+    request_digest: Mapped[str | None] = mapped_column(String(64))
     """SHA-256 of the body, and of the key holder where the create has no name, by which another try of it is known."""
     made_by_retry: Mapped[int] = mapped_column(default=0)
     """How many tries of the same create its client had made before this one; 0 once the first has come, too."""

@@ -14,13 +14,13 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Self
 
-from sqlalchemy import ColumnElement, Float, Select, and_, bindparam, or_, select, update
+from sqlalchemy import ColumnElement, Float, Select, and_, bindparam, or_, select, text, update
 from sqlalchemy.orm import Session
 
 from core.db import directly
 from core.errors import InvalidSpec
 from core.keys import Account
-from core.models import Job, database_now
+from core.models import OWES_A_TRY, Job, database_now
 from core.states import TERMINAL
 
 RETRY_WINDOW = timedelta(minutes=10)
@@ -126,6 +126,6 @@ def _within(name: str) -> ColumnElement[bool]:
 _RETRIED = _MADE_OF_IT.where(_within("waited"))
 # Who sees a job end, and asks for the same again, wants another.
 _GOES_ON = and_(*(Job.state != state for state in sorted(TERMINAL)))
-OWED = _MADE_OF_IT.where(Job.made_by_retry > 0, _within("belated"), or_(_within("waited"), _GOES_ON))
+OWED = _MADE_OF_IT.where(text(OWES_A_TRY), _within("belated"), or_(_within("waited"), _GOES_ON))
 """The job of a retry whose first try has not been here."""
 _SETTLED = update(Job).where(Job.id == bindparam("settled")).values(made_by_retry=0)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import pytest
 from sqlalchemy import event, text
 from sqlalchemy.orm import Session
 
-from core import jobs, scheduler
+from core import jobs, scheduler, tries
 from core.db import Database
 from core.keys import Account
 from core.models import Job
 from core.states import JobState
+from core.tries import Try
 from tests import make
 
 Look = Callable[[Session, Account, Job], object]
@@ -49,6 +51,15 @@ LOOKS: dict[str, tuple[Look, str]] = {
         lambda session, owner, job: jobs.page(session, owner, from_base=True, after=job.id),
         "jobs_from_a_base",
     ),
+    # Before each create of a job: by what was asked, and not through all that was asked lately.
+    "earlier try": (
+        lambda session, owner, _: tries.made_before(session, owner, Try(digest="digest-of-none", number=1)),
+        "jobs_by_request",
+    ),
+    "first try of a retry": (
+        lambda session, owner, _: tries.made_before(session, owner, Try(digest="digest-1", came_at=monotonic())),
+        "jobs_that_owe_a_try",
+    ),
     "position": (lambda session, _, job: scheduler.position(session, job), "jobs_in_line"),
 }
 COUNT = 2000
@@ -61,7 +72,7 @@ def test_a_page_and_a_place_in_the_line_are_read_along_an_index(look: str, datab
         first = make.job(session, project_id=owner.project_id, labels={"team": "a", "run": "1"}, name="a")
         columns = [column.name for column in Job.__table__.columns]
         # One state, one kind: nothing but the right index finds out early that there are no others.
-        others = {"id": "'job-' || n", "created_at": "jobs.created_at + n"}
+        others = {"id": "'job-' || n", "created_at": "jobs.created_at + n", "request_digest": "'digest-' || n"}
         values = ", ".join(others.get(name, f'jobs."{name}"') for name in columns)
         names = ", ".join(f'"{name}"' for name in columns)
         session.execute(
