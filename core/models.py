@@ -139,9 +139,10 @@ class ApiKey(Base):
     """A key's digest and what it may do. The key itself is shown once and not kept."""
 
     __tablename__ = "api_keys"
+    __table_args__ = (Index("api_keys_by_project", "project_id", "created_at", "id"),)
 
     id: Mapped[str] = mapped_column(Id, primary_key=True)
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), index=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
     name: Mapped[str] = mapped_column(Name)
     digest: Mapped[str] = mapped_column(String(64))
     """SHA-256 in hex. The key is random, so a slow hash would add nothing."""
@@ -169,9 +170,13 @@ class File(Base):
     """An upload that passed validation; its bytes lie in storage under `storage_key`."""
 
     __tablename__ = "files"
+    __table_args__ = (
+        Index("files_by_project", "project_id", "created_at", "id"),
+        Index("files_by_project_and_purpose", "project_id", "purpose", "created_at", "id"),
+    )
 
     id: Mapped[str] = mapped_column(Id, primary_key=True)
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), index=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
     filename: Mapped[str] = mapped_column(Name)
     """A label from the client; never a path."""
     purpose: Mapped[str] = mapped_column(String(32))
@@ -189,9 +194,10 @@ class Upload(Base):
     """A file that comes in parts. The parts lie in storage beneath `uploads/<id>/` until it has ended."""
 
     __tablename__ = "uploads"
+    __table_args__ = (Index("uploads_by_project", "project_id", "created_at", "id"),)
 
     id: Mapped[str] = mapped_column(Id, primary_key=True)
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), index=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
     filename: Mapped[str] = mapped_column(Name)
     purpose: Mapped[str] = mapped_column(String(32))
     bytes: Mapped[int]
@@ -215,9 +221,10 @@ class UploadPart(Base):
     """One part that is whole in storage."""
 
     __tablename__ = "upload_parts"
+    __table_args__ = (Index("upload_parts_by_upload", "upload_id", "created_at", "id"),)
 
     id: Mapped[str] = mapped_column(Id, primary_key=True)
-    upload_id: Mapped[str] = mapped_column(ForeignKey("uploads.id", ondelete="CASCADE"), index=True)
+    upload_id: Mapped[str] = mapped_column(ForeignKey("uploads.id", ondelete="CASCADE"))
     bytes: Mapped[int]
     md5: Mapped[str] = mapped_column(String(32))
     created_at: Mapped[float] = mapped_column(default=database_now())
@@ -389,10 +396,13 @@ class Checkpoint(Base):
 
     __tablename__ = "checkpoints"
     # A step that was gone back from may come again, and whoever starts from the earlier one keeps its weights.
-    __table_args__ = (Index("checkpoints_by_step", "job_id", "step", unique=True, **_where("NOT abandoned")),)
+    __table_args__ = (
+        Index("checkpoints_by_step", "job_id", "step", unique=True, **_where("NOT abandoned")),
+        Index("checkpoints_by_job", "job_id", "created_at", "id"),
+    )
 
     id: Mapped[str] = mapped_column(Id, primary_key=True)
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), index=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
     step: Mapped[int]
     attempt: Mapped[int]
     storage_prefix: Mapped[str] = mapped_column(Text)
@@ -574,9 +584,10 @@ class WebhookEndpoint(Base):
     """Where a project wants to be told what became of its jobs."""
 
     __tablename__ = "webhook_endpoints"
+    __table_args__ = (Index("webhook_endpoints_by_project", "project_id", "created_at", "id"),)
 
     id: Mapped[str] = mapped_column(Id, primary_key=True)
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), index=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
     name: Mapped[str] = mapped_column(Name)
     url: Mapped[str] = mapped_column(Text)
     event_types: Mapped[list[Any]]
@@ -595,10 +606,11 @@ class WebhookDelivery(Base):
     """A message to one endpoint, written in the transaction of what it tells."""
 
     __tablename__ = "webhook_deliveries"
+    __table_args__ = (Index("webhook_deliveries_by_endpoint", "endpoint_id", "created_at", "id"),)
 
     id: Mapped[str] = mapped_column(Id, primary_key=True)
     """The `webhook-id`, the same however often it is sent."""
-    endpoint_id: Mapped[str] = mapped_column(ForeignKey("webhook_endpoints.id", ondelete="CASCADE"), index=True)
+    endpoint_id: Mapped[str] = mapped_column(ForeignKey("webhook_endpoints.id", ondelete="CASCADE"))
     type: Mapped[str] = mapped_column(String(64))
     body: Mapped[str] = mapped_column(Text)
     attempts: Mapped[int] = mapped_column(default=0)

@@ -65,6 +65,10 @@ class Operation:
         filled = iter(values)
         return re.sub(r"{[^}]+}", lambda _: quote(next(filled), safe=""), self.path)
 
+    def has(self, name: str) -> bool:
+        """Whether the query may have such a parameter."""
+        return any(parameter["name"] == name for parameter in self.spoken.get("parameters", ()))
+
     def query_names(self) -> list[str]:
         """Parameters of the query that take any text."""
         return [
