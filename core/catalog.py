@@ -27,7 +27,7 @@ from core.hanging import CrowdedError, HangsError, Patient
 from core.keys import Account
 from core.models import Checkpoint, CheckpointPermission, HubDownload, Job, Model
 from core.resolve import BaseFacts
-from core.states import TERMINAL
+from core.states import UNENDED
 from engine import families, inventory
 from engine.config import ModelShape, RunConfig
 from engine.inventory import InvalidWeights
@@ -358,7 +358,7 @@ def check_unneeded(session: Session, on_it: Select[str], what: str, *, force: bo
 
     With `force` their checkpoints that hold an adapter alone may be lost.
     """
-    if job_id := session.scalars(on_it.where(Job.state.not_in(TERMINAL)).limit(1)).first():
+    if job_id := session.scalars(on_it.where(Job.state.in_(UNENDED)).limit(1)).first():
         raise InUse(f"Job {job_id} still needs {what}; cancel it or wait for its end.", param=param)
     adapters = select(Model.id).where(Model.job_id.in_(on_it), Model.source.startswith(ADAPTER))
     if adapter := session.scalars(adapters.limit(1)).first():

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import IO, Any
 
-from sqlalchemy import Select, bindparam, select
+from sqlalchemy import Select, bindparam, select, tuple_
 from sqlalchemy.orm import Session
 
 from core import audit, inspecting, paging, quotas
@@ -24,7 +24,7 @@ from core.keys import Account
 from core.models import File, Job, database_now, new_id
 from core.paging import Order, Page
 from core.spec import JobSpec
-from core.states import TERMINAL
+from core.states import UNENDED
 from core.storage import Storage, nothing_unlisted
 from engine.data.format import Finding, Format, validate
 
@@ -257,16 +257,19 @@ def delete(session: Session, storage: Storage, owner: Account, file_id: str) -> 
 
 def expire(db: Database, storage: Storage) -> list[str]:
     """Remove the files whose time has come, but for those that a job still needs; their ids. A few a transaction."""
-    gone, after = list[str](), ""
+    gone, after = list[str](), (0.0, "")
     while True:
         with db.session() as session:
-            over = select(File).where(File.expires_at < database_now(), File.id > after).order_by(File.id)
+            # In the order of their time, along its index: in that of ids it is a walk through all files.
+            place = tuple_(File.expires_at, File.id)
+            over = select(File).where(File.expires_at < database_now(), place > after)
+            over = over.order_by(File.expires_at, File.id)
             # Locked first, as in `delete`. What is locked by others is about to be deleted, or needed by a new job.
             expired = session.scalars(over.limit(AT_ONCE).with_for_update(skip_locked=True)).all()
             gone += sorted(_remove_unneeded(session, storage, expired))
         if len(expired) < AT_ONCE:
             return gone
-        after = expired[-1].id
+        after = (expired[-1].expires_at or 0.0, expired[-1].id)
 
 
 def sweep(db: Database, storage: Storage, *, age: timedelta = ORPHANED_AFTER) -> list[str]:
@@ -308,9 +311,7 @@ def _remove_unneeded(session: Session, storage: Storage, locked: Sequence[File])
 
 def _needed(session: Session, project_id: str) -> dict[str, str]:
     """The files that the project's unfinished jobs need, each with one of those."""
-    unfinished = session.execute(
-        select(Job.id, Job.spec).where(Job.project_id == project_id, Job.state.not_in(TERMINAL))
-    )
+    unfinished = session.execute(select(Job.id, Job.spec).where(Job.project_id == project_id, Job.state.in_(UNENDED)))
     return {id_: job_id for job_id, spec in unfinished for _, id_ in JobSpec.model_validate(spec).files()}
 
 

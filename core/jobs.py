@@ -50,7 +50,7 @@ from core.paging import Page
 from core.resolve import BaseFacts, Resolution, resolve
 from core.settings import Settings
 from core.spec import MOST_LABELS, JobChange, JobSpec, LayoutAsk
-from core.states import HELD, LIMITS, MOVES, RETRIABLE, TERMINAL, UNDER_WAY, JobState, sources
+from core.states import HELD, LIMITS, MOVES, RETRIABLE, TERMINAL, UNDER_WAY, UNENDED, JobState, sources
 from core.tries import UNIQUE, Try
 from engine.config import RunConfig
 from engine.events import ErrorCode, Event, Started
@@ -485,7 +485,7 @@ def cancel_archived(session: Session) -> list[Job]:
 
 
 def _uncancelled(project_id: str | InstrumentedAttribute[str]) -> Select[str]:
-    return select(Job.id).where(Job.project_id == project_id, Job.state.not_in({*TERMINAL, S.CANCELLING}))
+    return select(Job.id).where(Job.project_id == project_id, Job.state.in_(UNENDED - {S.CANCELLING}))
 
 
 def pause_spent(session: Session) -> list[Job]:

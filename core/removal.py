@@ -19,7 +19,7 @@ from core.errors import InUse
 from core.keys import Account
 from core.models import Checkpoint, CheckpointPermission, File, Job, JobEvent, Metric, MetricChunk, Model, Removal
 from core.services import Services
-from core.states import TERMINAL
+from core.states import TERMINAL, UNENDED
 
 AFTERWARDS = (JobEvent, MetricChunk, Metric)
 """What hangs on a job and goes after it."""
@@ -55,7 +55,7 @@ def remove(session: Session, services: Services, owner: Account, job_id: str, *,
     catalog.check_unneeded(session, ours, "what this job made", force=force, param="job_id")
     # Of another project's no more is told than that they are there.
     others = on_it.where(Job.project_id != job.project_id).limit(1)
-    if session.scalars(others.where(Job.state.not_in(TERMINAL))).first():
+    if session.scalars(others.where(Job.state.in_(UNENDED))).first():
         raise InUse(
             "Another project trains on a checkpoint of this job; delete it once that has ended.", param="job_id"
         )

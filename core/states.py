@@ -37,6 +37,8 @@ MOVES: dict[JobState, frozenset[JobState]] = {
 
 TERMINAL = frozenset({S.CANCELLED, S.SUCCEEDED, S.FAILED})
 """States in which a job has ended: nothing happens to it unless somebody retries it."""
+UNENDED = frozenset(S) - TERMINAL
+"""The others. A query names them: no index tells quickly who is in none of three states."""
 RETRIABLE = frozenset(state for state in TERMINAL if S.QUEUED in MOVES[state])
 UNDER_WAY = frozenset({S.VALIDATING, S.QUEUED, S.STARTING, S.RUNNING})
 """States of a job that runs, or will as soon as it can."""
