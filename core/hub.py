@@ -42,7 +42,7 @@ _USUAL_PORTS = {"http": 80, "https": 443}
 
 
 class Refused(Exception):
-    """The hub has no such thing for us, and asking again will not change that; the text says why."""
+    """The hub has no such thing for us, and asking again will not change that; the text says why, without a full stop."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Hub:
             said = json.loads(self._read(path, about=f"hf://{wanted.name}@{wanted.revision}"))
             commit, files = str(said["sha"]), tuple(map(_file, said["siblings"]))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Refused(f"{self.host} does not answer as a hub does; is HF_ENDPOINT right?") from error
+            raise Refused(f"{self.host} does not answer as a hub does; look whether HF_ENDPOINT is right") from error
         if not _COMMIT.fullmatch(commit):
             raise Refused(f"{self.host} names no commit for hf://{wanted.name}@{wanted.revision}")
         return Repo(wanted.name, commit, files)
@@ -194,7 +194,7 @@ class Hub:
     def _astray(self, words: str, *, by: SplitResult) -> Refused | UnreachableError:
         """What a redirect is that nobody follows, `by` whom."""
         if self._is_home(by):
-            return Refused(f"{self.host} {words}; is HF_ENDPOINT right?")
+            return Refused(f"{self.host} {words}; look whether HF_ENDPOINT is right")
         return UnreachableError(f"{by.netloc}, where it leads, {words}")
 
     def _checked(self, url: str, *, by: SplitResult) -> SplitResult:
@@ -217,6 +217,12 @@ class Hub:
     def _check(self, answer: httpcore.Response, *, about: str) -> None:
         status = answer.status
         if status in {200, 206}:
+            # No file that is asked for is a page, so this is whoever stands between, and may not stand there tomorrow.
+            if (_header(answer, b"content-type") or b"").lower().startswith(b"text/html"):
+                raise UnreachableError(
+                    f"it answers with a web page where {about} should be: a proxy or a sign-in page may stand between, "
+                    "or HF_ENDPOINT names no hub"
+                )
             return
         if status in {401, 403}:
             raise Refused(

@@ -50,6 +50,14 @@ class NewModel(Described):
             raise ValueError(f"names that begin with {CHECKPOINT} are those of checkpoints; choose another")
         return id_
 
+    @field_validator("id")
+    @classmethod
+    def no_path(cls, id_: str) -> str:
+        """Browsers and clients take `/./` and `/../` out of a URL, and proxies `//`: nobody could ask for the model."""
+        if any(part[:1] in {"", "."} for part in id_.split("/")):
+            raise ValueError("what stands between slashes must not be empty, nor begin with a dot; choose another")
+        return id_
+
 
 @router.post("", status_code=201, responses=errors(InvalidSpec, InvalidModel, NotFound, Forbidden, QuotaExceeded))
 async def register(new: NewModel, request: Request, owner: SubmitterDep, services: ServicesDep) -> ModelOut:

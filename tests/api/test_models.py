@@ -305,3 +305,11 @@ def test_no_model_takes_the_name_of_a_checkpoint(live, http):
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "id"
     assert "choose another" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["a/../../x", "a/..", "a/./b", "a/.hidden", "a//b", "a/"])
+def test_no_model_has_a_name_that_a_url_cannot_hold(http, name):
+    """RFC 3986, 5.2.4: who sends a URL removes the segments `.` and `..` from it."""
+    error = envelope(http.post("/v1/models", json={"id": name, "source": "dir:anything"}), 400)
+    assert error["param"] == "id"
+    assert "choose another" in error["message"]

@@ -205,7 +205,7 @@ def test_a_redirect_leads_to_https_alone(fake: FakeHub, location: str, words: st
 def test_a_redirect_without_end_ends(fake: FakeHub) -> None:
     fake.location = f"{fake.url}/org/tiny/resolve/{COMMIT}/{WEIGHTS}"
     with (
-        pytest.raises(Refused, match=r"more than 5 times; is HF_ENDPOINT right\?"),
+        pytest.raises(Refused, match=r"more than 5 times; look whether HF_ENDPOINT is right"),
         Hub(fake.url).opened("org/tiny", COMMIT, WEIGHTS, start=0, seconds=10),
     ):
         pass
@@ -243,6 +243,14 @@ def test_a_hub_that_is_away_or_busy_may_be_asked_again(fake: FakeHub) -> None:
         look(fake)
     with pytest.raises(UnreachableError, match="refused"):
         Hub("http://127.0.0.1:1").repo(WANTED)
+
+
+def test_a_page_of_whoever_stands_between_is_no_word_of_the_hub_and_no_damage(fake: FakeHub) -> None:
+    """A proxy that wants a sign-in first answers 200 with its page, whatever is asked for."""
+    fake.pages = 1
+    with pytest.raises(UnreachableError, match="a web page where hf://org/tiny@main should be: a proxy"):
+        look(fake)
+    assert look(fake).repo.commit == COMMIT
 
 
 def test_what_is_no_hub_is_told_with_the_setting(fake: FakeHub) -> None:

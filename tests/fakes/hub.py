@@ -53,6 +53,8 @@ class FakeHub:
     """After so many bytes of a large file nothing more comes until `go_on`."""
     answers: list[int] = field(default_factory=list)
     """The next statuses of files, before it does what it should."""
+    pages: int = 0
+    """So many questions more are answered by a proxy, with its page."""
     whole_only: bool = False
     """Whether it ignores ranges."""
     damaged: str | None = None
@@ -110,6 +112,9 @@ def hub(name: str, files: Mapping[str, bytes], **options: Any) -> Iterator[FakeH
             path = unquote(urlsplit(self.path).path)
             with fake.lock:
                 fake.asked.append(Asked(self.command, self.path, dict(self.headers)))
+                fake.pages -= (is_page := fake.pages > 0)
+            if is_page:
+                return self.answer(200, b"<html>Sign in</html>", **{"Content-Type": "text/html; charset=utf-8"})
             apart = path.startswith("/cdn/")
             if fake.token is not None and not apart and self.headers["authorization"] != f"Bearer {fake.token}":
                 return self.answer(401)

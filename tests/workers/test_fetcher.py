@@ -10,9 +10,11 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 from sqlalchemy import select, update
@@ -192,18 +194,23 @@ def test_what_is_not_what_the_hub_said_is_never_used_and_is_fetched_anew(
     assert row(asking, key).status == "ready"
 
 
+@pytest.mark.parametrize(
+    ("outage", "words"),
+    [({"answers": [503]}, r"it answered 503\."), ({"pages": 1}, r"a sign-in page may stand between, or HF_ENDPOINT")],
+    ids=["away", "a proxy's page"],
+)
 def test_an_outage_however_long_is_waited_out_and_told_meanwhile(
-    asking: Services, fake: FakeHub, owner: Account
+    asking: Services, fake: FakeHub, owner: Account, outage: dict[str, Any], words: str
 ) -> None:
     key = begin(asking, owner)
-    for _ in range(2 * len(downloads.WAITS)):
-        fake.answers = [503]
+    for _ in range(2 * max(len(downloads.WAITS), downloads.MOST_DAMAGES)):
+        vars(fake).update(deepcopy(outage))
         due(asking, key)
         look(asking)
         assert row(asking, key).status == "downloading"
     with (
         asking.db.reading() as session,
-        pytest.raises(NotReady, match=r"in the way last: the hub \S+ can't be reached: it answered 503\."),
+        pytest.raises(NotReady, match=rf"in the way last: the hub \S+ can't be reached: .*{words}"),
     ):
         catalog.facts(session, owner, "tiny", models=asking.settings.models)
     due(asking, key)
