@@ -42,7 +42,7 @@ _USUAL_PORTS = {"http": 80, "https": 443}
 
 
 class Refused(Exception):
-    """The hub has no such thing for us, and asking again will not change that; the text says why, without a full stop."""
+    """The hub has no such thing for us, and asking again will not change that; the text says why, without a stop."""
 
 
 @dataclass(frozen=True)
