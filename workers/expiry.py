@@ -7,7 +7,7 @@ from time import monotonic, sleep
 
 import structlog
 
-from core import downloads, files, outbox, removal, retention, uploads, visits
+from core import downloads, files, jobs, outbox, removal, retention, uploads, visits
 from core.services import Services
 from workers.duties import Duty, keep
 from workers.orders import Orders
@@ -31,6 +31,8 @@ class Expiry:
 
     def __init__(self, services: Services) -> None:
         self.services = services
+        self.put_off: dict[str, tuple[int, float]] = {}
+        """Deleted jobs whose rest could not be removed: how often in a row, and until when, on the monotonic clock."""
         self.duties = (
             Duty("finish removals", REMOVE_SECONDS, self.finish_removals),
             Duty("expire files", EXPIRE_SECONDS, self.expire_files),
@@ -47,19 +49,28 @@ class Expiry:
         keep(self.duties, orders)
 
     def finish_removals(self) -> None:
-        """Remove what is left of deleted jobs, piece by piece, some of each in turn."""
-        until = monotonic() + REMOVE_SECONDS
+        """Remove what is left of deleted jobs, piece by piece, some of each in turn; what fails, later and later."""
+        now = monotonic()
+        until = now + REMOVE_SECONDS
         with self.services.db.reading() as session:
-            left = deque(removal.unfinished(session))
+            unfinished = removal.unfinished(session)
+        self.put_off = {job_id: self.put_off[job_id] for job_id in unfinished if job_id in self.put_off}
+        left = deque(job_id for job_id in unfinished if job_id not in self.put_off or self.put_off[job_id][1] <= now)
         rest = Rest(times=REST_PER_PIECE, most_seconds=LONGEST_REST)
         while left and monotonic() < until:
             job_id = left.popleft()
             try:
                 with rest.after():
                     is_all = removal.go_on(self.services, job_id)
-            except Exception:  # whatever storage or database may raise over one job, the others' rest goes
-                log.warning("the rest of a deleted job not removed", job=job_id, exc_info=True)
+            except Exception as error:  # whatever storage or database may raise over one job, the others' rest goes
+                failures = self.put_off.get(job_id, (0, 0.0))[0] + 1
+                wait = jobs.back_off(failures)
+                self.put_off[job_id] = (failures, monotonic() + wait)
+                # The stack once: as long as it fails, an hour of them would tell no more.
+                told = {"job": job_id, "error": str(error), "again_in_seconds": wait}
+                log.warning("the rest of a deleted job not removed", exc_info=failures == 1, **told)
                 continue
+            self.put_off.pop(job_id, None)
             if is_all:
                 log.info("the rest of a deleted job removed", job=job_id)
             else:

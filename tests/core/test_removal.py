@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import monotonic
 from typing import Any
 
 import pytest
 from sqlalchemy import func, select
+from structlog.testing import capture_logs
 
 from core import events, jobs, metrics, removal, result_files
 from core.db import Database
@@ -19,6 +21,7 @@ from core.settings import Settings
 from core.states import TERMINAL, JobState
 from tests import make
 from tests.core.conftest import waits_or_is_done
+from workers import expiry
 from workers.expiry import Expiry
 
 OWNER = Account(key_id="key-1", project_id=DEFAULT_PROJECT, scopes=frozenset({"read", "submit"}))
@@ -138,7 +141,7 @@ def test_a_long_history_goes_piece_by_piece_and_whoever_is_killed_on_the_way_has
             with pytest.raises(SystemExit):
                 removal.go_on(services, gone)
 
-    Expiry(services).finish_removals()
+    finish(services)
     assert (afterwards(services), rows(services.db)["removals"]) == (before, 0)
     assert [stored.key for stored in services.storage.list("jobs")] == [f"jobs/{kept}/1/r.csv"]
     with services.db.reading() as session:
@@ -192,7 +195,7 @@ def test_of_two_that_remove_a_history_at_once_neither_takes_it_for_removed(
         first = pool.submit(removal.go_on, services, gone)
         assert (first.result(timeout=30), second[0].result(timeout=30)) == (False, False)
     assert afterwards(services) == LONG + 1 - 2 * 10
-    Expiry(services).finish_removals()
+    finish(services)
     assert (afterwards(services), rows(services.db)["removals"]) == (0, 0)
     assert removal.go_on(services, gone), "nothing is left of it"
 
@@ -214,10 +217,42 @@ def test_a_storage_that_does_not_answer_keeps_nobody_from_deleting_and_it_is_tri
         patch.setattr(services.storage, "delete_some", away)
         remove(services, first)
         remove(services, second)
-        Expiry(services).finish_removals()
+        finish(services, but=1)
         assert [stored.key for stored in services.storage.list("jobs")] == [f"jobs/{first}/1/r.csv"]
-    Expiry(services).finish_removals()
+    finish(services)
     assert not [*services.storage.list("jobs")]
+
+
+def test_what_can_not_be_removed_is_tried_later_and_later_and_told_in_a_line(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, tried, clock = job(services), list[float](), [0.0]
+
+    def away(key: str, *, most: int) -> bool:
+        tried.append(clock[0])
+        raise OSError("away")
+
+    monkeypatch.setattr(services.storage, "delete_some", away)
+    remove(services, gone)
+    tried.clear()
+    upkeep = Expiry(services)
+    monkeypatch.setattr(expiry, "monotonic", lambda: clock[0])
+    with capture_logs() as told:
+        while clock[0] < 1000:
+            upkeep.finish_removals()
+            clock[0] += expiry.REMOVE_SECONDS
+    # 1 s, 4, 16, 64, 256, 300 (by hand), each at the next look, of which there is one every other second.
+    assert tried == [0, 2, 6, 22, 86, 342, 642, 942]
+    assert [line.get("exc_info", False) for line in told] == [True] + [False] * 7
+    assert {(line["job"], line["error"]) for line in told} == {(gone, "away")}
+
+
+def finish(services: Services, *, but: int = 0) -> None:
+    """What upkeep does again and again, until there is nothing left to remove `but` so many."""
+    upkeep, deadline = Expiry(services), monotonic() + 60
+    while rows(services.db)["removals"] > but:
+        assert monotonic() < deadline, "it was not removed in time"
+        upkeep.finish_removals()
 
 
 @pytest.mark.parametrize("state", sorted(set(JobState) - TERMINAL))
