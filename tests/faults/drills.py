@@ -116,8 +116,14 @@ to `workers/test_layouts.py`, the orderly end of a host to `api/test_serve.py`.
 """
 
 KILLS = tuple(name for name in DRILLS if name.startswith("kill-") and name != "kill-preempted-supervisor")
+PAIRS_OF_A_DATABASE = 3
 
 
-def pairs(seed: int, count: int) -> list[tuple[str, str]]:
-    """Two kills that fall together, as chance has it."""
-    return Random(seed).sample(list(combinations(KILLS, 2)), count)
+def pairs(database: Database) -> list[tuple[str, str]]:
+    """Kills that fall together on this database, as chance has it; no two pairs are the same."""
+    kills = [name for name in KILLS if database not in DRILLS[name].not_on]
+    return Random(database).sample(list(combinations(kills, 2)), PAIRS_OF_A_DATABASE)
+
+
+FALLING = [(f"plain-{database}", *pair) for database in DATABASES for pair in pairs(database)]
+"""On which kind of service, and which two."""

@@ -10,7 +10,7 @@ import pytest
 
 from core.states import JobState
 from tests.faults import harm
-from tests.faults.drills import DATABASES, DRILLS, PERHAPS, SHORT, Drill, is_lost, pairs
+from tests.faults.drills import DATABASES, DRILLS, FALLING, PERHAPS, SHORT, Drill, is_lost
 from tests.faults.watched import Watched, result
 from tests.stack import ADMIN_KEY, TEXT, Stack
 
@@ -84,16 +84,12 @@ def test_a_job_that_is_resumed_in_other_layouts_sees_the_same_samples_in_the_sam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "seed"), [(f"plain-{DATABASES[seed % 2]}", seed) for seed in range(6)])
+@pytest.mark.parametrize(("kind", "one", "other"), FALLING)
 def test_nobody_can_tell_from_a_job_that_two_things_fell_at_random(
-    stack_on: Callable[[str], Stack], kind: str, seed: int
+    stack_on: Callable[[str], Stack], kind: str, one: str, other: str
 ) -> None:
-    chance = Random(seed)
     stack = stack_on(kind)
-    ((one, other),) = pairs(seed, 1)
-    if stack.postgresql is None:
-        one, other = (name.replace("postgresql", "supervisor") for name in (one, other))
-    steps = chance.randrange(MOST_STEPS_BETWEEN)
+    steps = Random(f"{kind} {one} {other}").randrange(MOST_STEPS_BETWEEN)
 
     def both(job: Watched) -> None:
         DRILLS[one].do(job)
