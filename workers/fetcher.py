@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 
 LOOK_SECONDS = 2.0
 BEAT_SECONDS = 2.0
+MOTIONLESS_SECONDS = 900.0
+"""How long nothing may move, as a disk writes down what it was given or storage puts parts together; then it hangs."""
 LAST_SECONDS = 0.8 * END_SECONDS
 """How long all that come may take to be let go at the end: whoever waits for that has a little left."""
 PUT_OFF_SECONDS = 10.0
@@ -319,6 +321,7 @@ class _Hold:
     """Keeps the errand this process's and tells how far it is, every other second, in a thread of its own.
 
     A disk that writes down what it was given, or a storage that puts parts together, may take longer than a hold lasts.
+    Where nothing has moved for `MOTIONLESS_SECONDS`, it hangs, and the errand is left to whoever can do it.
     """
 
     def __init__(self, services: Services, errand: Errand, orders: Orders, *, done: int) -> None:
@@ -326,6 +329,7 @@ class _Hold:
         self._services, self._errand, self._orders, self._done = services, errand, orders, done
         self.brought_a_file = False
         """Whether one has become whole."""
+        self._moved_at = monotonic()
         self._is_over, self._is_lost = Event(), Event()
         self._thread = Thread(target=self._keep, name="hold", daemon=True)
 
@@ -342,6 +346,10 @@ class _Hold:
 
     def _keep(self) -> None:
         while not self._is_over.wait(BEAT_SECONDS):
+            if monotonic() - self._moved_at > MOTIONLESS_SECONDS:
+                log.warning("base left to others: nothing moves here", model=self._errand.key)
+                self._is_lost.set()
+                return
             try:
                 if not self.say():
                     self._is_lost.set()
@@ -352,6 +360,7 @@ class _Hold:
     def add(self, size: int) -> None:
         """So many bytes more are here. Raises what ends the attempt."""
         self._done += size
+        self._moved_at = monotonic()
         if self._orders.wait(0) is not None:
             raise _ToldToEndError
         if self._is_lost.is_set():

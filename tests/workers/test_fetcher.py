@@ -14,6 +14,7 @@ from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
 from threading import Event, Thread
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import pytest
@@ -533,6 +534,28 @@ def test_a_base_stays_whose_it_is_while_a_slow_disk_writes_it_down(
     assert waited
     assert (row(asking, key).status, row(asking, key).attempts) == ("ready", 1)
     assert asked_from(fake) == [None]
+
+
+def test_a_base_is_left_to_others_where_a_disk_hangs(
+    asking: Services, fake: FakeHub, owner: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.fetcher.BEAT_SECONDS", 0.02)
+    monkeypatch.setattr("workers.fetcher.MOTIONLESS_SECONDS", 0.2)
+    key, hung = begin(asking, owner), list[int]()
+
+    def hang(number: int) -> None:
+        if not hung:
+            hung.append(number)
+            until(lambda: not any(thread.name == "hold" for thread in enumerate_threads()))
+            due(asking, key)
+
+    monkeypatch.setattr("workers.fetcher.os.fsync", hang)
+    look(asking)
+    # Whoever hung has nothing more to say of it.
+    found = row(asking, key)
+    assert (found.status, found.reason, found.attempts) == ("downloading", None, 1)
+    look(asking)
+    assert (row(asking, key).status, row(asking, key).attempts) == ("ready", 2)
 
 
 def test_what_is_here_already_counts_from_the_first_moment_of_another_try(
