@@ -5,6 +5,7 @@ Only for those who hold the lock of the job's row: `jobs.record` and `checkpoint
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -51,6 +52,8 @@ CHOICE_METRICS = {f"choice_{name}": name for name in ("accuracy", "accuracy_norm
 
 Named = TypeVar("Named", Outlier, Sample)
 
+SHOWN = 60
+"""Characters of a model's answer that its event's message quotes."""
 _SMOOTHING = 0.1
 """Weight of the newest step in the mean step time that the ETA is made from."""
 
@@ -199,6 +202,12 @@ def _usual_seconds(before: dict[str, Any], step: Step) -> float:
     return usual + _SMOOTHING * (seconds - usual)
 
 
+def _quoted(text: str) -> str:
+    """In a line, and no longer than one may be among others."""
+    words = " ".join(text.split())
+    return json.dumps(words if len(words) <= SHOWN else words[:SHOWN] + "…", ensure_ascii=False)
+
+
 _WORDS: dict[str, Callable[[Any], str]] = {
     "started": lambda event: (
         f"training {event.trainable_parameters:,} of {event.parameters:,} parameters on {event.ranks} "
@@ -221,7 +230,11 @@ _WORDS: dict[str, Callable[[Any], str]] = {
         f"({event.accuracy_normalized:.1%} normalized)"
         + (f"; {event.left_out:,} are longer than a row and were not asked" if event.left_out else "")
     ),
-    "samples": lambda event: f"step {event.step}: answers to validation prompts",
+    "samples": lambda event: (
+        f"step {event.step}: answers "
+        + ", ".join(f"{each.file} line {each.line} with {_quoted(each.text)}" for each in event.samples[:2])
+        + (", …" if len(event.samples) > 2 else "")
+    ),
     "log": lambda event: event.message,
     "progress": lambda event: f"{event.phase}: {event.done:,} of {event.total:,} {event.unit}",
     "finished": lambda event: (

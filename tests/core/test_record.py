@@ -121,12 +121,15 @@ def test_documents_learned_worst_are_told_by_the_id_of_their_file(session: Sessi
 
 def test_answers_to_held_out_prompts_are_told_by_the_id_of_their_file(session: Session) -> None:
     job = make.job(session, state=S.RUNNING)
-    said = {"line": 7, "prompt": "2 + 2?", "text": "4", "finish_reason": "stop", "expected": "4"}
-    told = Samples(seq=2, time=1.0, step=1, samples=(Sample.model_validate(said | {"file": "data/train-0.txt"}),))
+    said = {"line": 7, "prompt": "2 + 2?", "text": "It is\n4.", "finish_reason": "stop", "expected": "4"}
+    more = said | {"line": 9, "text": "é" * 61}
+    samples = [Sample.model_validate(each | {"file": "data/train-0.txt"}) for each in (said, more, said)]
+    told = Samples(seq=2, time=1.0, step=1, samples=tuple(samples))
     jobs.record(session, job.id, fence=1, events=[make.step(1), told])
     last = events.since(session, job.id, 0)[-1]
-    assert last.message == "step 1: answers to validation prompts"
-    assert last.data["samples"] == [said | {"file": make.FILE_ID}]
+    first, second = f'{make.FILE_ID} line 7 with "It is 4."', f'{make.FILE_ID} line 9 with "{"é" * 60}…"'
+    assert last.message == f"step 1: answers {first}, {second}, …"
+    assert last.data["samples"] == [each | {"file": make.FILE_ID} for each in (said, more, said)]
 
 
 def test_how_questions_were_answered_becomes_metrics_and_progress_once(session: Session) -> None:
