@@ -30,6 +30,7 @@ from core.resolve import BaseFacts
 from core.states import UNENDED
 from engine import families, inventory
 from engine.config import ModelShape, RunConfig
+from engine.counting import counted
 from engine.inventory import InvalidWeights
 
 FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -366,8 +367,8 @@ def check_unneeded(session: Session, on_it: Select[str], what: str, *, force: bo
     if not force and (on_top := _adapter_checkpoints(session, on_it)):
         shown = ", ".join([*list(on_top)[:3], *(["…"] if len(on_top) > 3 else [])])
         raise InUse(
-            f"{sum(on_top.values())} checkpoints of {len(on_top)} jobs ({shown}) are adapters on {what}, and of no "
-            "use without it. Keep it, or delete it all the same with `force=true`.",
+            f"{counted(sum(on_top.values()), 'checkpoint')} of {counted(len(on_top), 'job')} ({shown}) would be of no "
+            f"use, as adapters on {what}. Keep it, or delete it all the same with `force=true`.",
             param=param,
         )
 

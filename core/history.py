@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from core import metrics
 from core.models import Checkpoint, Job, JobEvent
 from core.points import POINTS
+from engine.counting import counted
 from engine.events import (
     CheckpointSaved,
     Choices,
@@ -210,8 +211,8 @@ def _quoted(text: str) -> str:
 
 _WORDS: dict[str, Callable[[Any], str]] = {
     "started": lambda event: (
-        f"training {event.trainable_parameters:,} of {event.parameters:,} parameters on {event.ranks} "
-        f"{'rank' if event.ranks == 1 else 'ranks'} ({event.device}), "
+        f"training {event.trainable_parameters:,} of {event.parameters:,} parameters on "
+        f"{counted(event.ranks, 'rank')} ({event.device}), "
         f"steps {event.start_step + 1} to {event.total_steps}"
     ),
     "step": lambda event: f"step {event.step}: loss {event.loss:.4f}",
@@ -238,7 +239,8 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "log": lambda event: event.message,
     "progress": lambda event: f"{event.phase}: {event.done:,} of {event.total:,} {event.unit}",
     "finished": lambda event: (
-        f"{'stopped early' if event.stopped_early else 'finished'} after {event.step} steps and {event.tokens:,} tokens"
+        f"{'stopped early' if event.stopped_early else 'finished'} after {counted(event.step, 'step')} and "
+        f"{counted(event.tokens, 'token')}"
         + (
             ""
             if event.exported_step in (None, event.step)

@@ -17,6 +17,7 @@ from math import inf
 from typing import NamedTuple
 
 from core.quotas import Allowance
+from engine.counting import counted
 
 NO_WORKER = "no worker is online: start one with `trainshed serve` or `trainshed worker`"
 MOST_REASONED = 100
@@ -267,7 +268,7 @@ class _Deciding:
 
     def reason_of(self, job: Waiting, *, is_able: bool) -> str:
         unit = "GPU" if job.device == "cuda" else "slot"
-        needs = f"needs {job.needs} {unit}{'' if job.needs == 1 else 's'}"
+        needs = f"needs {counted(job.needs, unit)}"
         if not is_able:
             if later := [each for each in self.resting if each.num_slots >= job.needs and suits(each, job.device)]:
                 return f"{needs}; {rest_in_words(later)}"

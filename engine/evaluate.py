@@ -21,6 +21,7 @@ import torch
 
 from engine import checkpoint, crew, weights
 from engine.config import Parallel, RunConfig
+from engine.counting import counted
 from engine.culprits import in_validation
 from engine.data.rows import Array, Rows
 from engine.failure import LostContact, RunFailure
@@ -268,8 +269,8 @@ def in_words(held: Held) -> str:
         f"{'loss':12} {held.loss:.6f} nats a token",
         f"{'perplexity':12} {_shown(held.perplexity)}",
         f"{'accuracy':12} {held.token_accuracy:.4f} of {held.tokens:,} tokens in {held.documents:,} documents",
-        f"{'speed':12} {held.tokens_per_second:,.0f} tokens a second, in {held.seconds:.2f} s, on {held.ranks} "
-        f"{'rank' if held.ranks == 1 else 'ranks'}",
+        f"{'speed':12} {held.tokens_per_second:,.0f} tokens a second, in {held.seconds:.2f} s, on "
+        f"{counted(held.ranks, 'rank')}",
     ]
     # One file alone is the whole.
     parts = [*(held.files if len(held.files) > 1 else []), *(held.lines or [])]

@@ -19,6 +19,7 @@ from api.cli.naming import JobId
 from api.cli.outcomes import Exit, fail
 from api.cli.transfers import Transfers
 from api.client import Json
+from engine.counting import counted
 
 app = typer.Typer()
 PANEL = "Results"
@@ -177,4 +178,6 @@ def download(
     if as_json:
         show_json([str(path) for path in paths])
     else:
-        typer.echo(f"{len(paths)} files in {folder}, each verified" if paths else "The job has no artifacts yet.")
+        typer.echo(
+            f"{counted(len(paths), 'file')} in {folder}, each verified" if paths else "The job has no artifacts yet."
+        )

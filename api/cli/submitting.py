@@ -15,6 +15,7 @@ from api.cli.sending import ready
 from api.cli.specs import read_spec
 from api.cli.watching import stay
 from api.client import Json
+from engine.counting import counted
 
 app = typer.Typer()
 
@@ -75,7 +76,7 @@ def facts(plan: Json) -> dict[str, object]:
         "data": "; ".join(map(_data, plan["data"])),
         "steps": f"about {plan['estimated_steps']:,} of {layout['global_batch']:,} rows of {layout['seq_len']:,} "
         f"tokens: {plan['estimated_tokens']:,} tokens, about {plan['estimated_epochs']:.2g} epochs",
-        "layout": f"{plan['slots']} {'slot' if plan['slots'] == 1 else 'slots'} ({layout['device']}, "
+        "layout": f"{counted(plan['slots'], 'slot')} ({layout['device']}, "
         f"{layout['precision']})" + (f": {', '.join(axes)}" if axes else ""),
         "passes": f"{layout['micro_batches']:,} of {layout['micro_batch']:,} rows a step",
         "recomputed": ", ".join(layout["recomputed"]),

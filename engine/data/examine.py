@@ -11,6 +11,7 @@ from itertools import islice
 from time import monotonic
 from typing import Any, Literal
 
+from engine.counting import counted
 from engine.data.chat import Encoded
 from engine.data.format import Choice, Example, Format, InvalidData, Text, examples
 from engine.data.judging import Fate, judge
@@ -117,11 +118,12 @@ def _words(problem: InvalidData) -> str:
 def _problem(kept: int, overlong: _Group, refused: _Group, longest: dict[str, int], reading: Reading) -> str | None:
     """Why a job that reads the file so would fail; None where it would not."""
     if refused.count:
-        return f"{refused.count} examples can't be shown by the base's chat template: {refused.lines[0]['message']}"
+        number, first = counted(refused.count, "example"), refused.lines[0]["message"]
+        return f"{number} can't be shown by the base's chat template: {first}"
     is_asked = reading.format == "choice"
     if overlong.count and reading.overlong == "error" and not (is_asked and kept):
         return (
-            f"{overlong.count} examples are longer than seq_len={reading.seq_len}: raise it to "
+            f"{counted(overlong.count, 'example')} of more than seq_len={reading.seq_len} tokens: raise it to "
             f"{longest['tokens'] - 1} if the model takes as many"
             + ("" if is_asked else ', or set data.overlong to "drop" or "truncate"')
         )

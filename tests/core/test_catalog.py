@@ -426,7 +426,7 @@ def test_a_model_that_checkpoints_are_adapters_on_stays_unless_it_is_forced(
     for step in (2, 4):
         make.checkpoint(session, tuned, step)
     session.flush()
-    with pytest.raises(InUse, match=f"2 checkpoints of 1 jobs .{tuned.id}.*force=true"):
+    with pytest.raises(InUse, match=f"2 checkpoints of 1 job .{tuned.id}.*force=true"):
         catalog.delete(session, owner, "mine", models=tmp_path)
     catalog.delete(session, owner, "mine", models=tmp_path, force=True)
     with pytest.raises(NotFound):
