@@ -717,6 +717,7 @@ def _training(
         min_lr_ratio=ask.min_lr_ratio,
         schedule=ask.schedule,
         warmup=ask.warmup,
+        decay=ask.decay,
         weight_decay=ask.weight_decay,
         betas=ask.betas,
         clip=ask.clip,

@@ -232,10 +232,13 @@ class TrainingAsk(Ask):
     """Times the default of `lr`, where that is not said."""
     min_lr_ratio: Real = Field(0.1, ge=0, le=1)
     """The schedule ends at this share of `lr`."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the rate falls after the warmup."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How the rate falls after the warmup. wsd (warmup, stable, decay): it stays at `lr` and falls, linearly, only at
+    the end, so that a longer run begins as a shorter one did."""
     warmup: Real = Field(0.05, ge=0, lt=1)
     """Share of all steps over which the rate rises from zero."""
+    decay: Real | None = Field(None, gt=0, le=1)
+    """Under wsd, the share of all steps, at the end, over which the rate falls. Default: 0.2."""
     weight_decay: Real = Field(0.1, ge=0, le=100)
     """Decoupled; matrices only, never norms or biases."""
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -327,13 +330,17 @@ class ParallelAsk(Ask):
         return self
 
 
+Operation = Annotated[config.Operation, BeforeValidator(lambda name: "activation" if name == "gelu" else name)]
+"""GELU is what the papers call the activation, whatever the family has in its place."""
+
+
 class RecomputeAsk(Ask):
     mode: Literal["none", "selective", "full", "budget"] = "selective"
     """selective: what `operations` names; full: each whole layer; budget: what costs least and fits `budget_gib`."""
-    operations: Annotated[tuple[config.Operation, ...], Field(min_length=1)] | None = None
+    operations: Annotated[tuple[Operation, ...], Field(min_length=1)] | None = None
     """Under selective, all that is computed again. Default: the attention core alone (Korthikanti et al. 2022). For a
-    norm, the activation or dropout no matrix product is done again; for the up-projection (and the gate), the
-    projections before the core (qkv) or the layer theirs are."""
+    norm, the activation (`gelu` asks for it as well) or dropout no matrix product is done again; for the up-projection
+    (and the gate), the projections before the core (qkv) or the layer theirs are."""
     budget_gib: Annotated[Real, Field(gt=0)] | None = None
     """Under budget, GiB of a rank for what its layers keep; the plan says what is computed again for that."""
 

@@ -554,9 +554,11 @@ class Training(Part):
     """Peak learning rate."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """The schedule ends at this share of `lr`."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup: float = Field(0.05, ge=0, lt=1)
     """Share of all steps over which the rate rises from zero."""
+    decay: float | None = Field(None, gt=0, le=1)
+    """Under wsd, the share of all steps, at the end, over which the rate falls; None: a fifth."""
     weight_decay: float = Field(0.1, ge=0, le=100)
     """Decoupled; matrices only, never norms or biases."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -606,6 +608,22 @@ class Training(Part):
             raise ValueError(
                 f"training.roll_back_checkpoints={self.roll_back_checkpoints} needs so many kept; raise "
                 f"training.keep_checkpoints, which is {self.keep_checkpoints}"
+            )
+        return self
+
+    @property
+    def cooling(self) -> float:
+        """Share of all steps over which wsd falls."""
+        return 0.2 if self.decay is None else self.decay
+
+    @model_validator(mode="after")
+    def falls_where_it_may(self) -> Self:
+        if self.decay is not None and self.schedule != "wsd":
+            raise ValueError(f'training.decay belongs to schedule "wsd", and the schedule is "{self.schedule}"')
+        if self.schedule == "wsd" and self.warmup + self.cooling > 1:
+            raise ValueError(
+                f"training.decay={self.cooling} and training.warmup={self.warmup} are shares of all steps, and more "
+                "than all together; lower one of them"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""The learning rate of each step, as a pure function: a linear warm-up, then cosine, linear or constant."""
+"""The learning rate of each step, as a pure function: a linear warm-up, then cosine, linear, constant or wsd."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from math import ceil, cos, pi
 
 from engine.config import Training
 
-SHAPES: dict[str, Callable[[float], float]] = {
-    "cosine": lambda progress: 0.5 * (1 + cos(pi * progress)),
-    "linear": lambda progress: 1 - progress,
-    "constant": lambda progress: 1.0,
+SHAPES: dict[str, Callable[[float, float], float]] = {
+    "cosine": lambda progress, decay: 0.5 * (1 + cos(pi * progress)),
+    "linear": lambda progress, decay: 1 - progress,
+    "constant": lambda progress, decay: 1.0,
+    "wsd": lambda progress, decay: min(1.0, (1 - progress) / decay),
 }
-"""How much of the way from the floor to the peak is left, at `progress` in 0..1 after the warm-up."""
+"""How much of the way from the floor to the peak is left, at `progress` in 0..1 after the warm-up.
+
+`decay` is the share of that stretch at whose end a warmup-stable-decay run (Hu et al. 2024, section 4.2) cools down.
+"""
 
 
 def learning_rate(step: int, *, total_steps: int, training: Training) -> float:
@@ -21,6 +25,8 @@ def learning_rate(step: int, *, total_steps: int, training: Training) -> float:
     warmup_steps = max(1, ceil(training.warmup * total_steps))
     if step <= warmup_steps:
         return training.lr * step / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+    after = total_steps - warmup_steps
+    progress = min(1.0, (step - warmup_steps) / after)
+    decay = min(1.0, ceil(training.cooling * total_steps) / after)
     floor = training.min_lr_ratio
-    return training.lr * (floor + (1 - floor) * SHAPES[training.schedule](progress))
+    return training.lr * (floor + (1 - floor) * SHAPES[training.schedule](progress, decay))

@@ -627,6 +627,8 @@ def test_recomputation_is_asked_for_by_operation_or_by_budget() -> None:
     named = resolved(FINETUNE, recompute={"mode": "selective", "operations": ["activation", "norm"]})
     assert named.run.recompute.replayed == {"norm", "activation"}
     assert named.plan["recomputed"] == ["norm", "activation"]
+    papers = resolved(FINETUNE, recompute={"mode": "selective", "operations": ["attention_core", "gelu", "norm"]})
+    assert papers.run.recompute.replayed == {"attention_core", "activation", "norm"}
     # A row of 128 tokens of this model takes less than a MiB.
     roomy = resolved(FINETUNE, recompute={"mode": "budget", "budget_gib": 1})
     assert (roomy.run.recompute.budget_gib, roomy.plan["recomputed"]) == (1.0, [])
@@ -653,6 +655,21 @@ def test_recomputation_that_can_not_be_is_refused(recompute: dict[str, Any], par
     with pytest.raises(InvalidSpec, match=says) as refusal:
         resolved(FINETUNE, recompute=recompute)
     assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("training", "says"),
+    [
+        ({"decay": 0.1}, 'belongs to schedule "wsd"'),
+        ({"schedule": "wsd", "warmup": 0.5, "decay": 0.6}, "more than all together"),
+    ],
+)
+def test_a_rate_that_falls_where_it_does_not_or_before_it_has_risen_is_refused(
+    training: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InvalidSpec, match=says) as refusal:
+        resolved(FINETUNE, training=training)
+    assert refusal.value.param == "training.decay"
 
 
 # Time, and layouts that are left open
