@@ -1,4 +1,4 @@
-"""What a user of the openai package does to fine-tune, sync and async: `python openai_walk.py STAGE URL KEY ARGUMENTS`.
+"""What a user of the openai package does here, sync and async: `python openai_walk.py STAGE URL KEY ARGUMENTS`.
 
 It imports nothing but that package, so that it runs under any version of it; what it saw it prints as JSON.
 """
@@ -6,8 +6,10 @@ It imports nothing but that package, so that it runs under any version of it; wh
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -90,7 +92,118 @@ async def read_later(client: openai.AsyncOpenAI, job_id: str) -> dict[str, Any]:
     }
 
 
-STAGES = {"submit": (submit, submit_later), "read": (read, read_later)}
+def keep(client: openai.OpenAI, path: str, model: str) -> dict[str, Any]:
+    """Files, uploads and models."""
+    content = Path(path).read_bytes()
+    with Path(path).open("rb") as opened:
+        file = client.files.create(file=opened, purpose="fine-tune")
+    kinds = {"mime_type": "application/jsonl", "purpose": "fine-tune"}
+    upload = client.uploads.upload_file_chunked(
+        file=content,
+        filename="b.jsonl",
+        bytes=len(content),
+        part_size=50,
+        md5=hashlib.md5(content).hexdigest(),
+        **kinds,
+    )
+    dropped = client.uploads.create(bytes=1, filename="c.jsonl", **kinds)
+    listed = [one.id for one in client.files.list(limit=1)]
+    bad = None
+    try:
+        client.files.create(file=("c.jsonl", content + b"{"), purpose="fine-tune")
+    except openai.BadRequestError as error:
+        bad = refused(error)
+    return {
+        "name": file.filename, "waited": client.files.wait_for_processing(file.id).status,
+        "same": client.files.retrieve(file.id).id == file.id, "status": upload.status, "listed": listed,
+        "ids": [upload.file.id, file.id], "contents": [client.files.content(id_).text for id_ in listed], "bad": bad,
+        "cancelled": client.uploads.cancel(dropped.id).status,
+        "gone": [client.files.delete(id_).deleted for id_ in listed],
+        "model": client.models.retrieve(model).id, "models": [one.id for one in client.models.list()],
+    }  # fmt: skip
+
+
+async def keep_later(client: openai.AsyncOpenAI, path: str, model: str) -> dict[str, Any]:
+    content = Path(path).read_bytes()
+    file = await client.files.create(file=Path(path), purpose="fine-tune")
+    kinds = {"mime_type": "application/jsonl", "purpose": "fine-tune"}
+    upload = await client.uploads.upload_file_chunked(
+        file=content, filename="b.jsonl", bytes=len(content), part_size=50, **kinds
+    )
+    dropped = await client.uploads.create(bytes=1, filename="c.jsonl", **kinds)
+    listed = [one.id async for one in client.files.list(limit=1)]
+    bad = None
+    try:
+        await client.files.create(file=("c.jsonl", content + b"{"), purpose="fine-tune")
+    except openai.BadRequestError as error:
+        bad = refused(error)
+    return {
+        "name": file.filename, "waited": (await client.files.wait_for_processing(file.id)).status,
+        "same": (await client.files.retrieve(file.id)).id == file.id, "status": upload.status, "listed": listed,
+        "ids": [upload.file.id, file.id], "contents": [(await client.files.content(id_)).text for id_ in listed],
+        "bad": bad, "cancelled": (await client.uploads.cancel(dropped.id)).status,
+        "gone": [(await client.files.delete(id_)).deleted for id_ in listed],
+        "model": (await client.models.retrieve(model)).id, "models": [one.id async for one in client.models.list()],
+    }  # fmt: skip
+
+
+def say(client: openai.OpenAI, model: str, text: str) -> dict[str, Any]:
+    """Completions of either kind, whole and as a stream."""
+    messages: Any = [{"role": "user", "content": text}]
+    told = {"include_usage": True}
+    chunks = list(client.chat.completions.create(model=model, messages=messages, stream=True, stream_options=told))
+    pieces = list(client.completions.create(model=model, prompt=text, stream=True))
+    return {
+        "text": client.completions.create(model=model, prompt=text).choices[0].text,
+        "chat": client.chat.completions.create(model=model, messages=messages).choices[0].message.content,
+        **streamed(chunks, pieces),
+    }
+
+
+async def say_later(client: openai.AsyncOpenAI, model: str, text: str) -> dict[str, Any]:
+    messages: Any = [{"role": "user", "content": text}]
+    asked: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = [one async for one in await client.chat.completions.create(model=model, messages=messages, **asked)]
+    pieces = [one async for one in await client.completions.create(model=model, prompt=text, stream=True)]
+    return {
+        "text": (await client.completions.create(model=model, prompt=text)).choices[0].text,
+        "chat": (await client.chat.completions.create(model=model, messages=messages)).choices[0].message.content,
+        **streamed(chunks, pieces),
+    }
+
+
+def streamed(chunks: list[Any], pieces: list[Any]) -> dict[str, Any]:
+    return {
+        "chunks": [choice.delta.content for chunk in chunks for choice in chunk.choices if choice.delta.content],
+        "ends": [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason],
+        "total": chunks[-1].usage.total_tokens,
+        "pieces": [one.choices[0].text for one in pieces if one.choices[0].text],
+    }  # fmt: skip
+
+
+def hear(client: openai.OpenAI, body: str, headers: str, secret: str) -> dict[str, Any]:
+    """A message of a webhook, as it came, and with a letter more."""
+    event = client.webhooks.unwrap(body, json.loads(headers), secret=secret)
+    forged = False
+    try:
+        client.webhooks.unwrap(f"{body} ", json.loads(headers), secret=secret)
+    except openai.InvalidWebhookSignatureError:
+        forged = True
+    return {"type": event.type, "job": event.data.id, "forged": forged}
+
+
+async def hear_later(client: openai.AsyncOpenAI, body: str, headers: str, secret: str) -> dict[str, Any]:
+    event = client.webhooks.unwrap(body, json.loads(headers), secret=secret)
+    return {"type": event.type, "job": event.data.id, "forged": True}
+
+
+STAGES = {
+    "submit": (submit, submit_later),
+    "read": (read, read_later),
+    "keep": (keep, keep_later),
+    "say": (say, say_later),
+    "hear": (hear, hear_later),
+}
 
 
 async def later(stage: Any, url: str, key: str, *arguments: str) -> dict[str, Any]:
