@@ -15,6 +15,7 @@ from anyio import CapacityLimiter
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import errors, heads, openapi, pages, surroundings
@@ -61,6 +62,8 @@ UPLOADS: tuple[tuple[re.Pattern[str], Callable[[Settings], int]], ...] = (
     (re.compile(rf"{uploads.PATH}/[^/]+/parts"), lambda settings: min(PART_BYTES, settings.max_file_bytes)),
 )
 """The paths that a file may be sent to, and how large one."""
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+"""That a route may take. HEAD is GET without a body."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -150,8 +153,8 @@ class Around:
                     scope["app"].state.failed_tries.note(around.first_try)
                 headers = MutableHeaders(scope=message)
                 headers.update({"x-request-id": around.request_id} | around.headers)
-                if status == HTTPStatus.METHOD_NOT_ALLOWED and "GET" in headers.get("allow", "").split(", "):
-                    headers["allow"] += ", HEAD"
+                if status == HTTPStatus.METHOD_NOT_ALLOWED:
+                    headers["allow"] = ", ".join(_taken(scope))
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request=around.request_id):
@@ -172,6 +175,14 @@ class Around:
                 audit.origin.reset(came)
                 route = getattr(inner.get("route"), "path", "unknown")
                 measures.request(scope["method"], route, status, time.perf_counter() - started)
+
+
+def _taken(scope: Scope) -> list[str]:
+    """The methods that a path takes, by all the routes that it has: the one that refuses says only its own."""
+    routes: list[BaseRoute] = scope["app"].routes
+    asked = [{**scope, "method": method} for method in METHODS]
+    taken = [one["method"] for one in asked if any(route.matches(one)[0] is Match.FULL for route in routes)]
+    return [*taken, "HEAD"] if "GET" in taken else taken
 
 
 def limited(scope: Scope, receive: Receive) -> Receive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -21,6 +22,8 @@ from core.errors import DiskFull, DomainError, InvalidFile, InvalidKey, InvalidR
 
 log = structlog.get_logger()
 
+DAYS = re.compile(r"datetime\.timedelta\((?:days=)?(\d+)\)")
+"""A limit of a duration, as pydantic writes it."""
 MAX_FINDINGS = 20
 """Findings that one answer lists; a file with a million bad lines is told its first ones."""
 
@@ -91,10 +94,14 @@ def unforeseen(error: Exception) -> JSONResponse:
     return respond(500, detail)
 
 
-UNREADABLE = "The body can't be read: send JSON in UTF-8, nested no deeper than a few hundred levels."
+UNREADABLE = (
+    "The body can't be read: send JSON in UTF-8, nested no deeper than a few hundred levels, and no number of thousands"
+    " of digits."
+)
 
 _HTTP_MESSAGES: dict[str | int, str] = {
-    # The framework says this where it means a body that is no UTF-8, or that is nested beyond what it can follow.
+    # The framework says this where it means a body that is no UTF-8, that is nested beyond what it can follow, or that
+    # has a longer number than Python reads.
     "There was an error parsing the body": UNREADABLE,
     404: "There is no such route; the routes are listed at /docs.",
     405: "This route does not take that method; the `allow` header says which it takes.",
@@ -151,6 +158,9 @@ def _finding(error: Mapping[str, Any], body: object) -> dict[str, Any]:
         message = "this field is required"
     if kind in {"tuple_type", "list_type"}:
         message = "this must be a list, also of a single one"
+    if kind in {"model_type", "model_attributes_type", "dict_type"}:
+        message = "this must be an object: {…}"
+    message = DAYS.sub(r"\1 days", message)
     if kind in {"union_tag_not_found", "union_tag_invalid"}:
         # Said of the whole object, and meant is the one field that says which of its kinds it is.
         allowed = str(error.get("ctx", {}).get("expected_tags", ""))

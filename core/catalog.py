@@ -497,7 +497,7 @@ def _is_model(folder: Path) -> bool:
 def _is_within(models: Path, name: str) -> bool:
     """Whether the models directory has a folder of this name, whatever is in it."""
     try:
-        return not {"/", "\\"} & set(name) and name not in {".", ".."} and (models / name).is_dir()
+        return not {"/", "\\"} & set(name) and name not in {"", ".", ".."} and (models / name).is_dir()
     except (OSError, ValueError):
         # Too long a name, or one that no file can have.
         return False

@@ -746,6 +746,11 @@ def _rate(ask: TrainingAsk, usual: float) -> float:
             f"{ask.lr_multiplier:g} times the default rate, {usual:g}, is above {LARGEST_RATE:g}; use at most "
             f"{LARGEST_RATE / usual:g}",
         )
+    if rate == 0:
+        _refuse(
+            "training.lr_multiplier",
+            f"{ask.lr_multiplier:g} times the default rate, {usual:g}, is too small for a number; use at least 1e-300",
+        )
     return rate
 
 

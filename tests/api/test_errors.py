@@ -45,6 +45,22 @@ def test_the_field_to_blame_is_named_by_its_path(change, param):
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param({"max_runtime": "5000d"}, "than or equal to 3650 days", id="longer than ten years"),
+        pytest.param({"max_runtime": 0}, "greater than 0 days", id="no time at all"),
+        pytest.param({"training": None}, "an object", id="null for an object"),
+        pytest.param({"data": "file-1"}, "an object", id="text for an object"),
+        pytest.param({"labels": []}, "an object", id="a list for an object"),
+    ],
+)
+def test_what_is_wrong_is_said_in_the_words_of_json_and_not_of_python(change, words):
+    message = told(WHOLE | change)["message"]
+    assert words in message
+    assert not any(name in message for name in ("timedelta", "dictionary", "attributes", "extract"))
+
+
 def test_several_findings_are_all_listed():
     error = told(WHOLE | {"kind": "tune", "colour": "red"})
     assert {finding["param"] for finding in error["errors"]} == {"kind", "colour"}

@@ -1,6 +1,7 @@
 """Files over HTTP, in OpenAI's shapes: judged as they come in, named as one likes; of a bad one nothing is kept."""
 
 import io
+import socket
 import struct
 import tarfile
 
@@ -9,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.api import driving
-from tests.api.conftest import MAX_FILE_BYTES
+from tests.api.conftest import DEADLINE_SECONDS, MAX_FILE_BYTES
 from tests.api.test_requests import envelope
 
 CHAT = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
@@ -126,6 +127,34 @@ def test_a_form_that_is_not_one_file_and_its_purpose_is_a_bad_request(http, body
     error = envelope(raw(http, body), 400)
     assert param is None or error["param"] == param
     assert http.get("/v1/files").json()["data"] == []
+
+
+@pytest.mark.parametrize("charset", ["undefined", "punycode"])
+def test_a_form_in_a_charset_that_reads_nothing_is_told_to_use_utf8(http, charset):
+    body = PURPOSE + part("file", CHAT, b"a.jsonl") + b"--b--\r\n"
+    kind = f"multipart/form-data; boundary=b; charset={charset}"
+    error = envelope(http.post("/v1/files", content=body, headers={"content-type": kind}), 400)
+    assert charset in error["message"]
+    assert "UTF-8" in error["message"]
+    assert http.get("/v1/files").json()["data"] == []
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "ISO-8859-1", "nobody-knows-it"])
+def test_a_form_in_another_charset_is_read(http, charset):
+    body = PURPOSE + part("file", CHAT, b"a.jsonl") + b"--b--\r\n"
+    kind = f"Multipart/Form-Data; charset={charset}; boundary=b"
+    assert http.post("/v1/files", content=body, headers={"content-type": kind}).status_code == 200
+
+
+def test_a_body_that_can_hold_no_file_is_refused_before_it_comes(live, key):
+    """A parser of names and values takes a minute for each 100 MB of separators, and everybody waits for it."""
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_SECONDS) as connection:
+        connection.sendall(
+            f"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+            "content-type: application/x-www-form-urlencoded\r\ncontent-length: 100000\r\n\r\n".encode()
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
 
 
 def test_json_instead_of_a_form_is_told_what_to_send(http):

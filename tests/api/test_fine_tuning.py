@@ -185,6 +185,8 @@ def create(http, model: str, file: str, **changes: Any):
         ({"hyperparameters": {"epochs": 1}}, "hyperparameters.epochs", "unknown field"),
         ({"hyperparameters": {"sequence_length": 4096}}, "hyperparameters.sequence_length", "64 tokens"),
         ({"hyperparameters": {"learning_rate_multiplier": 1e6}}, RATE, "use at most 50000"),
+        # 1e-320 times 2e-4 is less than the smallest double, 4.9e-324, and so 0.
+        ({"hyperparameters": {"learning_rate_multiplier": 1e-320}}, RATE, "use at least 1e-300"),
         (
             {"hyperparameters": {"batch_size": 3}, "training": {"micro_batch": 2}},
             "hyperparameters.batch_size",

@@ -63,6 +63,8 @@ def test_a_key_that_may_only_read_can_do_just_that(live):
     [
         pytest.param("GET", "/v1/nothing", 404, id="an unknown path"),
         pytest.param("GET", "/v1/jobs/", 404, id="a slash too many"),
+        pytest.param("GET", "/v1/models/", 404, id="a model without a name"),
+        pytest.param("DELETE", "/v1/models/", 404, id="to delete a model without a name"),
         pytest.param("GET", "/nothing", 404, id="outside of v1"),
         pytest.param("PUT", "/v1/jobs", 405, id="a method that is not there"),
         pytest.param("GET", "/v1/jobs/job-%00", 404, id="NUL in a path"),
@@ -81,7 +83,11 @@ def test_an_odd_request_is_told_so_in_the_envelope(http, method, path, status):
 
 
 def test_a_wrong_method_is_told_which_there_are(http):
-    assert {"GET", "POST"} & set(http.put("/v1/jobs").headers["allow"].split(", "))
+    # Each has a route of its own; the first one that refuses would say only its.
+    assert set(http.put("/v1/jobs").headers["allow"].split(", ")) == {"GET", "HEAD", "POST"}
+    assert set(http.options("/v1/models/x/y").headers["allow"].split(", ")) == {"GET", "HEAD", "DELETE"}
+    assert set(http.put("/v1/jobs/job-1").headers["allow"].split(", ")) == {"GET", "HEAD", "PATCH", "DELETE"}
+    assert http.get("/v1/jobs/job-1/cancel").headers["allow"] == "POST"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +99,7 @@ def test_a_wrong_method_is_told_which_there_are(http):
         pytest.param(b"null", "application/json", id="null"),
         pytest.param(b'{"kind": "\xff"}', "application/json", id="not UTF-8"),
         pytest.param(b"[" * 100_000, "application/json", id="too deep"),
+        pytest.param(b'{"kind": ' + b"9" * 5000 + b"}", "application/json", id="a number of 5000 digits"),
         pytest.param(b'{"kind": ' + b"9" * 5000 + b"}", "application/json", id="a huge integer"),
         pytest.param(b"{}", "text/plain", id="of another type"),
         pytest.param(b"kind=pretrain", "application/x-www-form-urlencoded", id="a form"),
