@@ -10,7 +10,18 @@ from typing import Annotated, Any, Literal, TypeVar
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 
 from api.deps import OwnerDep, ServicesDep
 from api.dialects import CHAT, DONE, TEXT, Dialect, Heading, broken, frame
@@ -63,6 +74,18 @@ Several = Annotated[list[One], Field(min_length=1, max_length=16)]
 Stop = Annotated[Text, AfterValidator(_said)]
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 """A prompt in tokens."""
+
+
+def _in_words(prompt: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """A union would tell of its first branch alone, and of ids that they must be texts."""
+    try:
+        return handler(prompt)
+    except ValidationError as error:
+        if any(found["type"] == "value_error" for found in error.errors()):
+            raise
+        raise ValueError(
+            "say a text, token ids from 0 on, or up to 16 of either; a list has at least one of its kind"
+        ) from error
 
 
 class StreamOptions(Described):
@@ -122,7 +145,7 @@ class Ask(Described):
 
 
 class CompletionAsk(Ask):
-    prompt: Text | Several[Text] | Ids | Several[Ids]
+    prompt: Annotated[Text | Several[Text] | Ids | Several[Ids], WrapValidator(_in_words)]
     """One or several, as text or as token ids."""
     echo: bool | None = False
     """Begin the text with the prompt."""
