@@ -128,6 +128,7 @@ def side(live: Live, folder: Any) -> Iterator[Side]:
         driving.succeed(live.services, job, fence)
         with live.services.db.session() as session:
             make.checkpoint(session, session.get_one(driving.jobs.Job, job), 4)
+            make.webhook(session, project_id=project)
             http_made = belongings(session, project)
             for table in Base.metadata.sorted_tables:
                 if table.name not in http_made and hangs_on_projects(table):
