@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 
 from core.errors import DomainError
 
-_ONE_RANGE = re.compile(r"bytes=(\d{0,20})-(\d{0,20})")
+_ONE_RANGE = re.compile(r"(?i:bytes)=(\d{0,20})-(\d{0,20})")
 
 BYTES = {"description": "The bytes.", "content": {"application/octet-stream": {}}}
 """For the OpenAPI page."""
@@ -37,7 +37,7 @@ def span(header: str | None, *, size: int) -> tuple[int, int] | None:
     Several ranges at once, and what can't be read, are answered with the whole, as the RFC allows.
     """
     match = _ONE_RANGE.fullmatch((header or "").replace(" ", ""))
-    if match is None or match.group(0) == "bytes=-":
+    if match is None or match.groups() == ("", ""):
         return None
     first, last = match.groups()
     if not first:

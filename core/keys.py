@@ -73,8 +73,13 @@ def issue(
 ) -> tuple[ApiKey, str]:
     """A key of the owner's project, or of any for who manages the organisation, good for `expires_in` seconds."""
     home = projects.active(session, owner, project or owner.project_id)
+    now = session.scalar(select(database_now())) or 0.0
     if expires_in is not None:
-        expires_at = (session.scalar(select(database_now())) or 0.0) + expires_in
+        expires_at = now + expires_in
+    if expires_at is not None and expires_at <= now:
+        raise InvalidRequest(
+            "The key would have expired already; say a later time, in seconds since 1970.", param="expires_at"
+        )
     key, secret = create(session, home.id, name=name, scopes=scopes, expires_at=expires_at)
     told = {"name": name, "scopes": key.scopes, "expires_at": expires_at}
     audit.record(session, owner, "api_key.created", key.id, project_id=home.id, **told)

@@ -313,6 +313,8 @@ def get_all_artifacts(job_id: JobId, owner: OwnerDep, session: ReadingDep, servi
         tar.Entry(artifact.path, artifact.bytes, made_at, partial(services.storage.stream, artifact.storage_key))
         for artifact in artifacts.of_job(session, job.id)
     ]
+    if not entries:
+        raise NotFound(f"Job {job_id} is {job.state} and has no artifacts; a job has them once it has succeeded.")
     headers = {
         "content-length": str(tar.length(entries)),
         "content-disposition": ranges.attachment(f"{job.name or job.id}.tar"),

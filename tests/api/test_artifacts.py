@@ -92,6 +92,12 @@ def test_all_of_it_comes_as_one_archive_of_the_announced_length(http, job):
     assert found[WEIGHTS] == CONTENT
 
 
+def test_of_nothing_there_is_no_archive(http):
+    waits = driving.submit(http)["id"]
+    error = envelope(http.get(f"/v1/jobs/{waits}/artifacts.tar"), 404)
+    assert error["message"] == f"Job {waits} is queued and has no artifacts; a job has them once it has succeeded."
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

@@ -17,6 +17,7 @@ from api.ranges import RangeNotSatisfiable, attachment, span
         pytest.param("bytes=9500-99999", (9500, 10_000), id="an end beyond the end is the end"),
         pytest.param("bytes=-99999", (0, 10_000), id="a suffix longer than the whole is the whole"),
         pytest.param("bytes=0-0", (0, 1), id="the first byte only"),
+        pytest.param("Bytes=0-0", (0, 1), id="a unit in capitals (RFC 9110, 14.1)"),
         pytest.param(None, None, id="no range"),
         pytest.param("bytes=0-0,-1", None, id="several at once: the whole"),
         pytest.param("bytes=5-2", None, id="backwards: ignored"),
