@@ -30,7 +30,7 @@ from core.resolve import BaseFacts
 from core.states import UNENDED
 from engine import families, inventory
 from engine.config import ModelShape, RunConfig
-from engine.counting import counted
+from engine.counting import counted, first_of
 from engine.inventory import InvalidWeights
 
 FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -365,7 +365,7 @@ def check_unneeded(session: Session, on_it: Select[str], what: str, *, force: bo
     if adapter := session.scalars(adapters.limit(1)).first():
         raise InUse(f"The adapter {adapter} was trained on {what} and needs it; delete that first.", param=param)
     if not force and (on_top := _adapter_checkpoints(session, on_it)):
-        shown = ", ".join([*list(on_top)[:3], *(["…"] if len(on_top) > 3 else [])])
+        shown = first_of(on_top, 3)
         raise InUse(
             f"{counted(sum(on_top.values()), 'checkpoint')} of {counted(len(on_top), 'job')} ({shown}) would be of no "
             f"use, as adapters on {what}. Keep it, or delete it all the same with `force=true`.",

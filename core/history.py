@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from core import metrics
 from core.models import Checkpoint, Job, JobEvent
 from core.points import POINTS
-from engine.counting import counted
+from engine.counting import counted, first_of
 from engine.events import (
     CheckpointSaved,
     Choices,
@@ -223,8 +223,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "rolled_back": lambda event: f"went back from step {event.from_step} to step {event.step}",
     "outliers": lambda event: (
         "examples with the highest loss: "
-        + ", ".join(f"{each.file} line {each.line} ({each.loss:.2f})" for each in event.documents[:3])
-        + (", …" if len(event.documents) > 3 else "")
+        + first_of((f"{each.file} line {each.line} ({each.loss:.2f})" for each in event.documents), 3)
     ),
     "choices": lambda event: (
         f"step {event.step}: {event.accuracy:.1%} of {event.questions:,} multiple-choice questions right "
@@ -233,8 +232,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     ),
     "samples": lambda event: (
         f"step {event.step}: answers "
-        + ", ".join(f"{each.file} line {each.line} with {_quoted(each.text)}" for each in event.samples[:2])
-        + (", …" if len(event.samples) > 2 else "")
+        + first_of((f"{each.file} line {each.line} with {_quoted(each.text)}" for each in event.samples), 2)
     ),
     "log": lambda event: event.message,
     "progress": lambda event: f"{event.phase}: {event.done:,} of {event.total:,} {event.unit}",
