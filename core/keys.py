@@ -73,10 +73,9 @@ def issue(
 ) -> tuple[ApiKey, str]:
     """A key of the owner's project, or of any for who manages the organisation, good for `expires_in` seconds."""
     home = projects.active(session, owner, project or owner.project_id)
-    now = session.scalar(select(database_now())) or 0.0
     if expires_in is not None:
-        expires_at = now + expires_in
-    if expires_at is not None and expires_at <= now:
+        expires_at = _now(session) + expires_in
+    elif expires_at is not None and expires_at <= _now(session):
         raise InvalidRequest(
             "The key would have expired already; say a later time, in seconds since 1970.", param="expires_at"
         )
@@ -84,6 +83,10 @@ def issue(
     told = {"name": name, "scopes": key.scopes, "expires_at": expires_at}
     audit.record(session, owner, "api_key.created", key.id, project_id=home.id, **told)
     return key, secret
+
+
+def _now(session: Session) -> float:
+    return session.scalar(select(database_now())) or 0.0
 
 
 def create(
