@@ -22,6 +22,8 @@ SWEEP_SECONDS = 3600.0
 """All content in storage is listed for it."""
 REMOVE_SECONDS = 2.0
 """How often the rest of deleted jobs is looked for, and how long it is removed before other duties have a turn."""
+NEVER = (0, 0.0)
+"""How often, and until when, what never failed waits."""
 REST_PER_PIECE, LONGEST_REST = 2.0, 0.5
 """Times as long as a piece took, and seconds at most, nothing is removed: others have to write as well."""
 
@@ -55,7 +57,7 @@ class Expiry:
         with self.services.db.reading() as session:
             unfinished = removal.unfinished(session)
         self.put_off = {job_id: self.put_off[job_id] for job_id in unfinished if job_id in self.put_off}
-        left = deque(job_id for job_id in unfinished if job_id not in self.put_off or self.put_off[job_id][1] <= now)
+        left = deque(job_id for job_id in unfinished if self.put_off.get(job_id, NEVER)[1] <= now)
         rest = Rest(times=REST_PER_PIECE, most_seconds=LONGEST_REST)
         while left and monotonic() < until:
             job_id = left.popleft()
@@ -63,7 +65,7 @@ class Expiry:
                 with rest.after():
                     is_all = removal.go_on(self.services, job_id)
             except Exception as error:  # whatever storage or database may raise over one job, the others' rest goes
-                failures = self.put_off.get(job_id, (0, 0.0))[0] + 1
+                failures = self.put_off.get(job_id, NEVER)[0] + 1
                 wait = jobs.back_off(failures)
                 self.put_off[job_id] = (failures, monotonic() + wait)
                 # The stack once: as long as it fails, an hour of them would tell no more.
