@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
@@ -20,7 +19,7 @@ import httpx
 from alembic.util import CommandError
 from sqlalchemy.exc import OperationalError
 
-from core import broker, keys, schema
+from core import broker, filelocks, keys, schema
 from core.children import Child
 from core.db import Database
 from core.settings import Settings
@@ -179,15 +178,13 @@ def _signals() -> Iterator[tuple[threading.Event, threading.Event]]:
 def _alone(data_dir: Path) -> Iterator[None]:
     """Hold the data directory; the kernel lets it go with the process, however that ends."""
     with (data_dir / "serve.lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not filelocks.take(file):
             file.seek(0)
             holder = file.read().strip() or "unknown"
             raise Refused(
                 f"Another `trainshed serve` (process {holder}) works in {data_dir.absolute()}; "
                 "stop it first, or give this one another --data-dir."
-            ) from error
+            )
         _write_pid(file)
         yield
 

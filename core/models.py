@@ -521,6 +521,8 @@ class Node(Base):
     """Jobs in a row that it was given and did not start in time."""
     rests_until: Mapped[float | None]
     """Given nothing before this time, after several of them."""
+    holder: Mapped[str | None] = mapped_column(String(32))
+    """Which of those that might have this name has it, see `workers.nodename`; None: nobody said."""
 
 
 class Slot(Base):

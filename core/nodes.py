@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, and_, delete, or_, select, update
+from sqlalchemy import ColumnElement, and_, delete, or_, select, true, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from core import hints
 from core.db import directly
-from core.errors import NotFound
+from core.errors import InUse, NotFound
 from core.models import Node, Slot, database_now
 from core.placing import Resting
 from core.resolve import ClusterFacts
@@ -50,8 +50,12 @@ def register(
     slot_peak_flops: float | None = None,
     rates: Mapping[str, Any] | None = None,
     starts_at_once: int | None = None,
+    holder: str | None = None,
 ) -> Node:
-    """A host is up and offers its slots. What its name ran before keeps its slots until it ends."""
+    """A host is up and offers its slots. What its name ran before keeps its slots until it ends.
+
+    Raises InUse where another holder has the name and was heard lately.
+    """
     offer = {
         "device": device,
         "num_slots": num_slots,
@@ -63,11 +67,17 @@ def register(
         "draining": False,
         "bounces": 0,
         "rests_until": None,
+        "holder": holder,
     }
     insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    session.execute(
-        insert(Node).values(name=name, **offer).on_conflict_do_update(index_elements=[Node.name], set_=offer)
-    )
+    registered = session.scalars(
+        insert(Node)
+        .values(name=name, **offer)
+        .on_conflict_do_update(index_elements=[Node.name], set_=offer, where=~_is_anothers(holder))
+        .returning(Node.name)
+    ).one_or_none()
+    if registered is None:
+        raise _taken(name)
     session.execute(
         insert(Slot)
         .values([{"node": name, "index": index, "job_id": None} for index in range(num_slots)])
@@ -78,19 +88,25 @@ def register(
     return session.scalars(select(Node).where(Node.name == name).execution_options(populate_existing=True)).one()
 
 
-def heartbeat(session: Session, name: str) -> None:
-    """The host lives. NotFound if it was never registered, or forgotten: register it again."""
-    _change(session, name, heartbeat_at=database_now())
+def assert_free(session: Session, name: str, *, holder: str) -> None:
+    """Raise InUse where `register` would."""
+    if session.scalars(select(Node.name).where(Node.name == name, _is_anothers(holder))).first():
+        raise _taken(name)
 
 
-def rate(session: Session, name: str, rates: Mapping[str, Any]) -> None:
+def heartbeat(session: Session, name: str, *, holder: str | None = None) -> None:
+    """The host lives. NotFound if it was never registered, or forgotten, or another has its name: register it again."""
+    _change(session, name, holder, heartbeat_at=database_now())
+
+
+def rate(session: Session, name: str, rates: Mapping[str, Any], *, holder: str | None = None) -> None:
     """The host measured how fast its slots are. NotFound as `heartbeat` raises it."""
-    _change(session, name, rates=dict(rates))
+    _change(session, name, holder, rates=dict(rates))
 
 
-def drain(session: Session, name: str) -> None:
-    """Give this host nothing new; registering it again ends that."""
-    _change(session, name, draining=True)
+def drain(session: Session, name: str, *, holder: str | None = None) -> None:
+    """Give this host nothing new; registering it again ends that. NotFound as `heartbeat` raises it."""
+    _change(session, name, holder, draining=True)
 
 
 def bounced(session: Session, name: str) -> None:
@@ -201,7 +217,21 @@ def _rests() -> ColumnElement[bool]:
     return and_(Node.rests_until.is_not(None), Node.rests_until > database_now(), Node.rests_until <= latest)
 
 
-def _change(session: Session, name: str, **values: object) -> None:
-    changed = session.scalars(update(Node).where(Node.name == name).values(values).returning(Node.name)).one_or_none()
+def _is_anothers(holder: str | None) -> ColumnElement[bool]:
+    return and_(Node.holder.is_not(None), Node.holder != (holder or ""), _lives())
+
+
+def _taken(name: str) -> InUse:
+    return InUse(
+        f"Another node of the name {name!r} was heard within the last {DEAD_AFTER.total_seconds():g} s: give this one"
+        " another TRAINSHED_NODE_NAME. If that one is no more, the name is free once it has been silent for as long."
+    )
+
+
+def _change(session: Session, name: str, holder: str | None, **values: object) -> None:
+    ours = or_(Node.holder.is_(None), Node.holder == holder) if holder else true()
+    changed = session.scalars(
+        update(Node).where(Node.name == name, ours).values(values).returning(Node.name)
+    ).one_or_none()
     if changed is None:
         raise NotFound(f"There is no node {name!r}.")

@@ -80,7 +80,7 @@ class Settings(BaseSettings):
     nice: int = Field(10, ge=0, le=19)
     """How much a host's ranks give way to its other processes where cores are short, as the command `nice` means it."""
     node_name: str = Field(default_factory=socket.gethostname)
-    """What this host is called in the cluster; unique."""
+    """What this host is called in the cluster; a second node of the name is refused."""
     max_file_bytes: int = Field(512 * 1024**2, ge=1)
     """Largest upload, in bytes."""
     calibrate: bool = True

@@ -20,13 +20,14 @@ from sqlalchemy.orm import Session
 from core import jobs, nodes
 from core import log as logging
 from core.children import Child
-from core.errors import DomainError, NotFound
+from core.errors import DomainError, InUse, NotFound
 from core.queue import CONTROL, node_queue
 from core.services import Services
 from core.settings import NODE_NAME, Settings
 from workers import hardware, tidy
 from workers.calibration import Calibration
 from workers.lease import EARLIEST_END, SILENCE
+from workers.nodename import NodeName, held
 from workers.orders import HOST_GOES_DOWN, Orders, obey_signals
 
 log = structlog.get_logger(__name__)
@@ -51,17 +52,22 @@ def main() -> None:
     logging.begin(settings)
     orders = Orders()
     obey_signals(orders)
-    with Services(settings) as services:
-        Node(services, orders).run()
+    try:
+        with held(settings, orders) as held_name, Services(settings) as services:
+            Node(services, orders, held_name).run()
+    except InUse as error:
+        log.error("there is another node of this name", why=str(error))
+        sys.exit(2)
 
 
 class Node:
-    """Lives until it is told to drain."""
+    """Lives until it is told to drain, or another has its name."""
 
-    def __init__(self, services: Services, orders: Orders) -> None:
+    def __init__(self, services: Services, orders: Orders, held_name: NodeName) -> None:
         self.services, self.settings = services, services.settings
         self.name = self.settings.node_name
         self.orders = orders
+        self.held_name = held_name
         self.worker = Child("worker", worker_command(self.name))
         self.sampler = Child("sampler", (sys.executable, "-m", "workers.sampler"))
         self.hardware = hardware.survey(self.settings)
@@ -78,17 +84,31 @@ class Node:
         """Supervisors and launchers that stand still, and since when they were seen to."""
 
     def run(self) -> None:
+        """Raises InUse where another node has the name, at once or when this one was not heard for a while."""
+        self.look_for_another()
         log.info("node is up", node=self.name, device=self.hardware.device, slots=self.hardware.num_slots)
         self.calibrate()
-        while self.orders.wait(TEND_SECONDS) is None:
-            for child in (self.worker, self.sampler):
-                if death := child.tend():
-                    log.warning("child died", **asdict(death))
-            if self.may_be_offered:
-                self.beat()
-            self.end_frozen()
-            self.tidy()
+        try:
+            while self.orders.wait(TEND_SECONDS) is None:
+                for child in (self.worker, self.sampler):
+                    if death := child.tend():
+                        log.warning("child died", **asdict(death))
+                if self.may_be_offered:
+                    self.beat()
+                self.end_frozen()
+                self.tidy()
+        except InUse:
+            self.drain()
+            raise
         self.drain()
+
+    def look_for_another(self) -> None:
+        """Before anything is done in the name. Where that can't be told now, it is when the node registers."""
+        try:
+            with self.services.db.reading() as session:
+                nodes.assert_free(session, self.name, holder=self.held_name.holder)
+        except SQLAlchemyError as error:
+            log.warning("not known whether there is another node of this name", error=str(error))
 
     @property
     def may_be_offered(self) -> bool:
@@ -103,7 +123,7 @@ class Node:
         try:
             with self.services.db.session() as session:
                 if self._registered:
-                    nodes.heartbeat(session, self.name)
+                    nodes.heartbeat(session, self.name, holder=self.held_name.holder)
                 else:
                     self.register(session)
         except NotFound:
@@ -124,6 +144,7 @@ class Node:
             slot_peak_flops=offer.slot_peak_flops,
             rates=self._rates or offer.rates,
             starts_at_once=offer.starts_at_once,
+            holder=self.held_name.holder,
         )
 
     def calibrate(self) -> None:
@@ -145,7 +166,7 @@ class Node:
             return
         try:
             with self.services.db.session() as session:
-                nodes.rate(session, self.name, rates)
+                nodes.rate(session, self.name, rates, holder=self.held_name.holder)
         except NotFound:
             pass  # it says so when it registers
         except SQLAlchemyError as error:
@@ -200,9 +221,10 @@ class Node:
     def drain(self) -> None:
         """Take nothing new, have the runs saved and queued again, then end the children."""
         log.info("node drains", node=self.name)
+        self.held_name.goes_down()
         try:
             with self.services.db.session() as session:
-                nodes.drain(session, self.name)
+                nodes.drain(session, self.name, holder=self.held_name.holder)
         except (SQLAlchemyError, NotFound) as error:
             log.warning("node not marked as draining", error=str(error))
         self.calibration.stop()
@@ -243,6 +265,7 @@ class Node:
         """Queue what was placed here and never started."""
         try:
             with self.services.db.session() as session:
+                nodes.assert_free(session, self.name, holder=self.held_name.holder)
                 for job in jobs.unclaimed(session):
                     if job.node == self.name:
                         jobs.unplace(session, job.id, reason=f"{self.name} went down before it started")

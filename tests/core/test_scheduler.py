@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from core import jobs, nodes, scheduler, shares
 from core.db import Database
-from core.errors import NotFound
+from core.errors import InUse, NotFound
 from core.keys import DEFAULT_PROJECT, Account
 from core.models import Holding, QueuePlace, Share, Slot, database_now
 from core.placing import NO_WORKER, Decision, Host, Placement, Waiting, decide
@@ -447,6 +447,28 @@ def test_a_draining_node_gets_nothing_until_it_registers_again(session: Session)
     assert scheduler.tick(session) == []
     make.node(session)
     assert len(scheduler.tick(session)) == 1
+
+
+def test_a_living_nodes_name_is_nobody_elses(session: Session) -> None:
+    make.node(session, holder="one")
+    make.job(session)
+    with pytest.raises(InUse, match=r"'node-1'.* 15 s"):
+        make.node(session, holder="two", num_slots=8)
+    for change in (nodes.heartbeat, nodes.drain):
+        with pytest.raises(NotFound):
+            change(session, "node-1", holder="two")
+    nodes.heartbeat(session, "node-1", holder="one")
+    assert [placement.slots for placement in scheduler.tick(session)] == [(0,)]
+    # What was killed begins again at once, as what it was.
+    assert make.node(session, holder="one", num_slots=3).num_slots == 3
+
+
+def test_the_name_of_a_node_that_is_silent_is_free(session: Session) -> None:
+    make.node(session, holder="one").heartbeat_at -= nodes.DEAD_AFTER.total_seconds() + 1
+    session.flush()
+    assert make.node(session, holder="two", num_slots=5).num_slots == 5
+    with pytest.raises(NotFound):
+        nodes.heartbeat(session, "node-1", holder="one")
 
 
 def test_a_node_that_comes_back_smaller_keeps_held_slots_until_they_are_free(session: Session) -> None:

@@ -71,6 +71,7 @@ DRILLS = {
         Drill("kill-valkey", killed("valkey")),
         Drill("flush-valkey", harm.forgetful_broker),
         Drill("repeat-messages", harm.repeated_messages),
+        Drill("second-node", harm.second_node),
         Drill("freeze-supervisor", harm.frozen_supervisor, ONE),
         Drill("freeze-launcher", harm.frozen_launcher, ONE),
         Drill("freeze-launcher-and-kill-supervisor", harm.killed_beside_a_frozen_launcher, ONE),

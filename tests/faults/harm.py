@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -15,6 +17,7 @@ import psutil
 import pytest
 import redis
 
+from core import nodes
 from core.preemption import MAKES_WAY
 from core.states import JobState
 from tests.faults.watched import Watched
@@ -91,6 +94,17 @@ def repeated_messages(job: Watched) -> None:
         job.stack.services.queue.start(job.id, job.stack.settings.node_name)
         job.stack.services.bell.ring(job.id)
         job.stack.services.queue.nudge()
+
+
+def second_node(job: Watched) -> None:
+    """Somebody starts another node of the same name, which ends again, and what the first was given goes on."""
+    second = subprocess.Popen(
+        [sys.executable, "-m", "workers.node"], env=job.stack.environment(), stderr=subprocess.DEVNULL
+    )
+    job.stack.until(lambda: second.poll() is not None, "the second node's end")
+    assert second.returncode == 2
+    with job.stack.services.db.reading() as session:
+        assert [node.name for node in nodes.alive(session)] == [job.stack.settings.node_name]
 
 
 def frozen_supervisor(job: Watched) -> None:

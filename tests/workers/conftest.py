@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ from core.states import JobState
 from engine.config import Training
 from tests import make
 from workers.launcher import LocalLauncher
+from workers.node import Node
+from workers.nodename import NodeName
+from workers.orders import Orders
 
 LINE = b"a line\n"
 FAKE_ENGINE = Path(__file__).parents[1] / "fakes" / "engine.py"
@@ -38,6 +42,11 @@ def services(tmp_path: Path, new_sqlite: Callable[[Path], str]) -> Iterator[Serv
         with services.db.session() as session:
             make.node(session, "here", num_slots=2)
         yield services
+
+
+def new_node(services: Services) -> Node:
+    """This host's node, which nobody runs and nobody competes with."""
+    return Node(services, Orders(), NodeName(io.BytesIO(), "this one"))
 
 
 def fake_engine(*options: str) -> LocalLauncher:

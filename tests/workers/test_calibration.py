@@ -16,11 +16,10 @@ from core.services import Services
 from engine.calibrate import layer_of, link_of
 from engine.plan.cluster import Device, Link, as_facts, from_facts
 from tests import make
+from tests.workers.conftest import new_node
 from workers import calibration as module
 from workers.calibration import FILE, Calibration
 from workers.hardware import Hardware, parse
-from workers.node import Node
-from workers.orders import Orders
 
 SLOTS = Hardware("cpu", 2, slot_memory_bytes=2**30)
 
@@ -82,7 +81,7 @@ def test_a_host_is_offered_once_it_is_measured_so_that_the_first_plan_has_a_time
         return found
 
     monkeypatch.setattr(Calibration, "_measured", measured)
-    node = Node(services, Orders())
+    node = new_node(services)
     node.calibrate()
     assert measuring.wait(60)
     assert not node.may_be_offered
@@ -94,7 +93,7 @@ def test_a_host_is_offered_once_it_is_measured_so_that_the_first_plan_has_a_time
     with services.db.reading() as session:
         assert nodes.cluster(session).rates == found
     # What is kept keeps no later start from being offered at once.
-    again = Node(services, Orders())
+    again = new_node(services)
     answer.clear()
     again.calibrate()
     assert again.may_be_offered

@@ -22,12 +22,11 @@ from core.models import Job
 from core.services import Services
 from core.settings import Settings
 from core.states import JobState
-from tests.workers.conftest import place_job
+from tests.workers.conftest import new_node, place_job
 from workers import tidy
 from workers.app import CONFIG, app
 from workers.hardware import parse, survey
-from workers.node import Node, launcher_allowance
-from workers.orders import Orders
+from workers.node import launcher_allowance
 
 DEADLINE_SECONDS = 20
 
@@ -85,7 +84,7 @@ def test_who_stands_still_for_too_many_leases_is_killed_and_who_works_is_not(
     )
     try:
         psutil.Process(frozen.pid).suspend()
-        node = Node(services, Orders())
+        node = new_node(services)
         deadline, pause = monotonic() + DEADLINE_SECONDS, Event()
         since = monotonic()
         while frozen.poll() is None:
@@ -143,7 +142,7 @@ def test_a_node_that_drains_tells_its_supervisors_itself_that_the_host_goes_down
             assert output is not None
             assert output.readline() == "ready\n"
         settings = services.settings.model_copy(update={"database_url": url or services.settings.database_url})
-        Node(stack.enter_context(Services(settings)), Orders()).drain()
+        new_node(stack.enter_context(Services(settings))).drain()
         # That the other one has not ended is known once it ends for us, with nobody's word but ours.
         anothers.terminate()
         heard = [output.readline() for output in said.values() if output is not None]
@@ -161,7 +160,7 @@ def test_a_storage_that_does_not_answer_does_not_silence_the_node(
         answers.wait(30)
 
     monkeypatch.setattr(tidy, "tidy_host", tidy_host)
-    node = Node(services, Orders())
+    node = new_node(services)
     node.tidy()
     calls.get(timeout=30)
     node.beat()
