@@ -51,8 +51,11 @@ log = structlog.get_logger()
 
 MAX_JSON_BYTES = 4 * 1024 * 1024
 """Largest body other than an upload."""
-CREATING_AT_ONCE = 2
-"""Creates of jobs where the database has one writer; more wait, without a thread."""
+CREATING_WITH_ONE_WRITER, CREATING_AT_ONCE = (2, 1), (3, 3)
+"""Creates of jobs, and how many of them do more than commit, where the database has one writer and where it has many.
+
+More wait, without a thread.
+"""
 POSTING_AT_ONCE, POSTING_OF_A_PROJECT = 16, 2
 """Samples that are on their way to webhook endpoints, in all and of one project; more wait."""
 SAMPLING_OF_A_PROJECT = 32
@@ -82,7 +85,8 @@ def create_app(services: Services) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.streams = Streams(services)
-        app.state.few = Few(CREATING_AT_ONCE) if services.db.has_one_writer else None
+        most, at_work = CREATING_WITH_ONE_WRITER if services.db.has_one_writer else CREATING_AT_ONCE
+        app.state.few = Few(most, at_work=at_work)
         app.state.posting = CapacityLimiter(POSTING_AT_ONCE)
         app.state.posting_turns = Turns(POSTING_OF_A_PROJECT)
         app.state.sampling_turns = Turns(SAMPLING_OF_A_PROJECT)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from functools import wraps
 from inspect import iscoroutinefunction
-from threading import Lock
+from threading import Semaphore
 from typing import Any, ParamSpec, TypeVar
 
 from anyio import CapacityLimiter, from_thread, to_thread
@@ -43,15 +43,15 @@ _trip: ContextVar[Trip | None] = ContextVar("trip", default=None)
 
 
 class Few:
-    """Threads for requests that more of them would only slow down: they wait for each other's writes anyway.
+    """Threads for requests that more of them would only slow down.
 
-    One at a time works, while another commits. More would pass the interpreter's lock to and fro at each statement,
-    and leave no thread to the requests that only read.
+    Of `most` at a time so many are `at_work`, while others commit. More would pass the interpreter's lock to and fro at
+    each statement, and leave no thread to the requests that only read.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, at_work: int) -> None:
         self.limiter = CapacityLimiter(most)
-        self.working = Lock()
+        self.working = Semaphore(at_work)
         """Whose turn it is to do all but commit."""
 
     @contextmanager

@@ -56,7 +56,7 @@ class Side:
 
     name: str
     port: int
-    body: bytes
+    spec: dict[str, Any]
     key: str | None = None
     process: psutil.Process | None = None
     """The server's; None where nobody asks what it takes."""
@@ -71,13 +71,15 @@ class Side:
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         return wire.request(method, path, body, key=self.key)
 
+    def create(self, number: int) -> bytes:
+        """A request for a job of its own: a create that says what another does waits for it, as it may be a retry."""
+        return self.request("POST", PATH, json.dumps(self.spec | {"name": f"number-{number}"}).encode())
+
     def turn(self, kind: str, number: int) -> None:
         """Send this many requests, and note how long they took."""
-        ids = self.ids[-number:]
+        ids, made = self.ids[-number:], len(self.ids)
         requests = [
-            self.request("POST", PATH, self.body)
-            if kind == "create"
-            else self.request("GET", f"{PATH}/{ids[index % len(ids)]}")
+            self.create(made + index) if kind == "create" else self.request("GET", f"{PATH}/{ids[index % len(ids)]}")
             for index in range(number)
         ]
         began, started = self.cpu_seconds(), perf_counter()
@@ -159,26 +161,26 @@ def ours(settings: Settings) -> Iterator[Side]:
             answer = client.post("/v1/files", data={"purpose": "pretrain"}, files=text, timeout=PATIENCE_SECONDS)
             answer.raise_for_status()
         spec = SPEC | {"data": {"train": [answer.json()["id"]], "seq_len": 64}}
-        yield Side("trainshed", port, json.dumps(spec).encode(), KEY, psutil.Process(running.pid))
+        yield Side("trainshed", port, spec, KEY, psutil.Process(running.pid))
 
 
 def resolved(us: Side, file: Path) -> Path:
     """Write down what we make of the body, for who is to keep as much."""
-    [(answer, _)] = asyncio.run(asyncio.wait_for(ask(us.port, [us.request("POST", PATH, us.body)]), PATIENCE_SECONDS))
+    [(answer, _)] = asyncio.run(asyncio.wait_for(ask(us.port, [us.create(0)]), PATIENCE_SECONDS))
     job = json.loads(answer)
     file.write_text(json.dumps({field: job[field] for field in ("run_config", "plan", "slots")}))
     return file
 
 
 @contextmanager
-def bare(database: str, body: bytes, resolved: Path) -> Iterator[Side]:
+def bare(database: str, spec: dict[str, Any], resolved: Path) -> Iterator[Side]:
     """The peer, which is told in a file what is worked out from the body."""
     environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
     command = ("benchmarks.bare_route", database, str(resolved))
     with process(*command, environment=environment, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
         port = json.loads(running.stdout.readline())["port"]
-        yield Side("bare route", port, body, process=psutil.Process(running.pid))
+        yield Side("bare route", port, spec, process=psutil.Process(running.pid))
 
 
 def measure(rounds: int, requests: int, *, databases: Callable[[str], str | None] = lambda name: None) -> list[Side]:
@@ -190,7 +192,7 @@ def measure(rounds: int, requests: int, *, databases: Callable[[str], str | None
         folder = Path(name)
         peers_database = databases("bare") or f"sqlite:///{folder / 'bare.db'}"
         settings = settings_of(folder / "shed", databases("ours"))
-        with ours(settings) as us, bare(peers_database, us.body, resolved(us, folder / "resolved.json")) as peer:
+        with ours(settings) as us, bare(peers_database, us.spec, resolved(us, folder / "resolved.json")) as peer:
             for number in range(rounds + 1):
                 for kind in ("create", "read"):
                     for side in (us, peer)[:: -1 if number % 2 else 1]:

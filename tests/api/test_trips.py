@@ -83,7 +83,7 @@ def test_of_few_requests_one_works_while_another_commits_and_the_rest_hold_no_th
     app.include_router(router)
 
     async def ask() -> tuple[list[int], str]:
-        app.state.few = few = Few(2)
+        app.state.few = few = Few(2, at_work=1)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
             creates = [asyncio.create_task(client.post("/")) for _ in range(4)]
             while few.limiter.statistics().tasks_waiting < 2:
@@ -197,7 +197,7 @@ def test_one_of_the_few_that_waits_aside_leaves_its_turn_and_its_thread_to_other
     app.include_router(router)
 
     async def ask() -> list[str]:
-        app.state.few = few = Few(2)
+        app.state.few = few = Few(2, at_work=1)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
             waiting = [asyncio.create_task(client.post(f"/{name}")) for name in ("first", "second")]
             await asyncio.to_thread(aside.wait, 20)

@@ -19,7 +19,7 @@ def test_both_servers_make_and_show_as_many_things_in_turns() -> None:
 def test_a_round_is_compared_with_itself() -> None:
     # The machine was three times slower in the last round, for both.
     us, peer = (
-        Side(name, port=0, body=b"", seconds={"read": seconds}, latencies={"read": [0.001] * 3})
+        Side(name, port=0, spec={}, seconds={"read": seconds}, latencies={"read": [0.001] * 3})
         for name, seconds in (("ours", [2.0, 2.0, 6.0]), ("peer", [1.0, 1.0, 3.0]))
     )
     row = table(us, peer, requests=10).splitlines()[-1]
