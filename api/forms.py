@@ -48,7 +48,7 @@ async def received(request: Request, part: str, *, fields: Collection[str] = ())
             raise InvalidRequest(f"The field `{twice}` is there twice; send it once.", param=twice)
         file = form.get(part)
         if not isinstance(file, UploadFile):
-            raise InvalidRequest(wanted, param=part)
+            raise InvalidRequest(f"{wanted} One that the body ends in the middle of is not taken.", param=part)
         texts = {name: value for name in fields if isinstance(value := form.get(name), str)}
         yield Form(file.file, file.filename or "", texts)
     finally:

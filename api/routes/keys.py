@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from api.deps import AdminDep, AfterDep, LimitDep, ReadingDep, SessionDep
 from api.errors import errors
+from api.names import Name
 from api.schemas import KeyList, KeyOut, NewKeyOut
 from api.trips import OneTrip
 from core import keys
@@ -27,7 +28,7 @@ class NewKey(Described):
     """A key to be made."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
-    name: str = Field(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f]+$")
+    name: Name
     """What it is for."""
     scopes: list[Literal["read", "submit", "admin"]] = Field(["read", "submit"], min_length=1, max_length=3)
     """Each includes those before it. `admin` is the project's admin; of the first project, the organisation's."""

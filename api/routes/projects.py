@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from api.deps import AdminDep, AfterDep, LimitDep, OwnerDep, ReadingDep, SessionDep
 from api.errors import errors
+from api.names import Name
 from api.schemas import ProjectList, ProjectOut
 from api.trips import OneTrip
 from core import jobs, projects, quotas
@@ -21,7 +22,6 @@ from core.preemption import Preemption
 router = APIRouter(prefix="/v1/projects", tags=["projects"], route_class=OneTrip)
 
 ProjectId = Annotated[str, Path(description="Id of the project.", examples=["proj-4f1c09a1b2c3d4e5f6a7b8c9"])]
-ProjectName = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f]+$")]
 
 
 class QuotasAsk(Described):
@@ -40,7 +40,7 @@ class NewProject(Described):
     """A project to be made."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
-    name: ProjectName
+    name: Name
     """What people call it; need not be unique."""
     quotas: QuotasAsk = QuotasAsk()
     preemption: Preemption = "never"
@@ -55,7 +55,7 @@ class ProjectChange(Described):
     """What should be different; what is left out stays."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
-    name: ProjectName | None = None
+    name: Name | None = None
     quotas: QuotasAsk | None = None
     preemption: Preemption | None = None
     """Whose jobs of higher priority may stop this project's jobs."""

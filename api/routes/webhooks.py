@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field
 
 from api.deps import AfterDep, LimitDep, OwnerDep, ReadingDep, ServicesDep, SessionDep, SubmitterDep
 from api.errors import errors
+from api.names import Name
 from api.schemas import (
     DeletedOut,
     EventTypeList,
@@ -36,7 +37,6 @@ router = APIRouter(prefix="/v1", tags=["webhooks"], route_class=OneTrip)
 
 EndpointId = Annotated[str, Path(description="Id of the webhook endpoint.", examples=["whe-4f1c09a1b2c3d4e5f6a7b8c9"])]
 EventTypes = Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=64)]
-Name = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Url = Annotated[str, Field(min_length=1, max_length=posting.LONGEST_URL)]
 
 

@@ -148,3 +148,17 @@ def test_the_audit_log_is_read_in_pages_and_by_what_is_looked_for(live, organiza
             assert stranger.get("/v1/audit_logs", params={"key_id": me}).json()["data"] == []
     with live.http(live.key("submit")) as submitter:
         envelope(submitter.get("/v1/audit_logs"), 403)
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\t", "\x85", "\u2003", "a\x9bb", "two\nlines"])
+@pytest.mark.parametrize(("path", "more"), [
+    ("/v1/projects", {}),
+    ("/v1/keys", {}),
+    ("/v1/webhook_endpoints", {"url": "https://example.org/hook", "event_types": ["job.succeeded"]}),
+])  # fmt: skip
+def test_a_name_that_cannot_be_seen_is_refused(organization, path, more, blank):
+    assert envelope(organization.post(path, json={"name": blank, **more}), 400)["param"] == "name"
+
+
+def test_a_name_may_have_spaces_and_any_letters(organization):
+    assert organization.post("/v1/projects", json={"name": " Équipe ☃ 1 "}).json()["name"] == " Équipe ☃ 1 "
