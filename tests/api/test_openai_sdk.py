@@ -3,15 +3,24 @@
 import asyncio
 import hashlib
 import io
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import patch
 
 import openai
 import pytest
+from openai.resources.chat import Completions
 
 from tests.api import driving
+from tests.api.conftest import wait_for
 from tests.api.test_files import CHAT
 from tests.api.test_models import MODEL, base
 
 __all__ = ["base"]
+
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -30,6 +39,30 @@ def test_files_are_created_waited_for_listed_read_and_deleted(sdk):
     assert sdk.files.delete(file.id).deleted
     with pytest.raises(openai.NotFoundError):
         sdk.files.retrieve(file.id)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/openai.md"])
+def test_what_a_page_shows_waits_for_the_job_and_asks_what_came_of_it(
+    live, http, key, base, monkeypatch, tmp_path, page
+):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("TRAINSHED_URL", live.url)
+    monkeypatch.setenv("TRAINSHED_API_KEY", key)
+    blocks = re.findall(r"^```python\n(.*?)^```", Path(page).read_text(), re.MULTILINE | re.DOTALL)
+    example = next(block for block in blocks if "fine_tuning" in block)
+    # No model is loaded here: what it would be asked is enough.
+    with ThreadPoolExecutor() as pool, patch.object(Completions, "create", autospec=True) as asked:
+        job = pool.submit(succeed_the_first, live, http, tmp_path)
+        exec(compile(example.replace("smollm2-135m", base), page, "exec"), {})
+    assert asked.call_args.kwargs["model"] == http.get(f"/v1/jobs/{job.result()}").json()["model"] is not None
+
+
+def succeed_the_first(live, http, folder):
+    job = wait_for(lambda: http.get("/v1/jobs").json()["data"])[0]["id"]
+    fence = driving.run(live.services, job)
+    driving.publish(live.services, job, folder, MODEL)
+    driving.succeed(live.services, job, fence)
+    return job
 
 
 def test_a_bad_file_is_a_bad_request_with_its_line(sdk):

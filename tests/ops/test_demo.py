@@ -44,6 +44,11 @@ def test_the_questions_beside_it_are_all_good():
     assert (report.format, report.examples, report.errors, report.warnings) == ("choice", 12, (), ())
 
 
+def test_the_pairs_beside_it_are_all_good():
+    report = validate(read_chunks(ROOT / "examples" / "pairs.jsonl"))
+    assert (report.format, report.examples, report.errors, report.warnings) == ("preference", 36, (), ())
+
+
 def test_two_tokens_as_frequent_as_each_other_need_ln_2_nats(tmp_path: Path):
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer.pre_tokenizer = Whitespace()
