@@ -267,6 +267,8 @@ class ProgressOut(Out):
 
     step: int = 0
     total_steps: int | None = None
+    train_rows: int | None = None
+    """Rows that there are to train on. A step has no more, whatever `training.global_batch` is."""
     tokens: int | None = None
     percent: float | None = None
     eta_seconds: float | None = None

@@ -122,7 +122,7 @@ def measure(case: Case) -> Outcome:
     rates = json.loads(subprocess.run(calibrate, check=True, capture_output=True, timeout=PATIENCE).stdout)
     facts = ClusterFacts(largest_node=slots, rates=rates)
     replayed = budget.replayed(run, case.size.shape)
-    plan = layouts.timed(run, case.size.shape, facts, replayed=replayed, steps=1)
+    plan = layouts.timed(run, case.size.shape, facts, replayed=replayed, steps=1, batch=run.training.global_batch)
     threads = slots // ranks
     with tempfile.TemporaryDirectory(prefix="planned-") as name:
         folder = Path(name)

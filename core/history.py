@@ -63,7 +63,8 @@ def append(session: Session, job: Job, event: Event) -> None:
     """Write `event` to the history of a job whose row is locked; leave out what an earlier attempt already told."""
     match event:
         case Started():
-            job.progress = job.progress | {"total_steps": event.total_steps, "step": job.last_step}
+            known = {"total_steps": event.total_steps, "step": job.last_step, "train_rows": event.train_rows}
+            job.progress = job.progress | known
         case Step():
             if event.step <= job.last_step:
                 return

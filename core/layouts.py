@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from engine.config import ModelShape, Operation, RunConfig
@@ -58,27 +59,43 @@ def described(facts: ClusterFacts, *, ranks: int) -> Cluster | None:
     return replace(cluster, device=replace(device, flops=flops, host=host))
 
 
-def step_of(run: RunConfig, shape: ModelShape, *, packed: bool = False) -> Step:
-    """What a step of a run trains on."""
+def whole_passes(run: RunConfig, batch: int) -> tuple[int, int]:
+    """Rows of one pass of a rank, and of all passes of a step, that a step of `batch` rows takes."""
+    data = run.parallel.data
+    each = min(run.training.micro_batch, ceil(batch / data))
+    return each, ceil(batch / (each * data)) * each * data
+
+
+def step_of(run: RunConfig, shape: ModelShape, *, batch: int, packed: bool = False) -> Step:
+    """What a step of a run trains on, with so many rows."""
     training = run.training
     compares = run.objective == "dpo"
-    return Step(shape, run.data.seq_len, training.global_batch, training.precision, run.lora, packed, compares)
+    return Step(shape, run.data.seq_len, batch, training.precision, run.lora, packed, compares)
 
 
 def timed(
-    run: RunConfig, shape: ModelShape, facts: ClusterFacts, *, replayed: frozenset[Operation], steps: int
+    run: RunConfig,
+    shape: ModelShape,
+    facts: ClusterFacts,
+    *,
+    replayed: frozenset[Operation],
+    steps: int,
+    batch: int,
 ) -> dict[str, Any]:
-    """What a plan says of time. All None where no node is calibrated, but for `calibration`, which says so."""
+    """What a plan says of time, with so many rows in a step.
+
+    All None where no node is calibrated, but for `calibration`, which says so.
+    """
     cluster = described(facts, ranks=run.parallel.ranks)
     if cluster is None or run.training.precision not in cluster.device.flops:
         nothing = dict.fromkeys(("step_seconds", "seconds_by_term", "tokens_per_second", "eta_seconds"))
         return {**nothing, "calibration": UNKNOWN}
-    step = step_of(run, shape)
-    terms = Timer(step, cluster).terms(Layout(run.parallel, run.training.micro_batch, replayed))
+    micro_batch, rows = whole_passes(run, batch)
+    terms = Timer(step_of(run, shape, batch=rows), cluster).terms(Layout(run.parallel, micro_batch, replayed))
     return {
         "step_seconds": terms.total,
         "seconds_by_term": {name: seconds for name, seconds in terms.itemised().items() if name != "total"},
-        "tokens_per_second": step.tokens / terms.total,
+        "tokens_per_second": batch * run.data.seq_len / terms.total,
         "eta_seconds": steps * terms.total,
         "calibration": origin(cluster),
     }
@@ -102,10 +119,13 @@ def found(step: Step, facts: ClusterFacts, *, ranks: int, wishes: Wishes, explai
         return None
 
 
-def alternatives(run: RunConfig, shape: ModelShape, facts: ClusterFacts, *, packed: bool = False) -> Alternatives:
+def alternatives(
+    run: RunConfig, shape: ModelShape, facts: ClusterFacts, *, batch: int, packed: bool = False
+) -> Alternatives:
     """The best layouts of a run over as many slots as it takes, and why those that come to mind are not among them."""
     fixed: Mapping[str, int | bool] = {"pipeline": 1} if run.training.samples else {}
-    step = step_of(run, shape, packed=packed)
+    _, rows = whole_passes(run, batch)
+    step = step_of(run, shape, batch=rows, packed=packed)
     outcome = found(step, facts, ranks=run.parallel.ranks, wishes=Wishes(fixed=fixed), explain=True)
     if outcome is None:
         return Alternatives()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import reduce
+from math import inf
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -193,7 +194,7 @@ def hyperparameters(job: Job) -> dict[str, Any]:
     multiplier = said.get("lr_multiplier") or training["lr"] / LEARNING_RATES[_rate_of(run)]
     numbers = {
         "n_epochs": _whole(training["epochs"] or _epochs(job)),
-        "batch_size": training["global_batch"],
+        "batch_size": said.get("global_batch") or _batch(job),
         # A rate of one's own is seldom a round multiple.
         "learning_rate_multiplier": _whole(float(f"{multiplier:.6g}")),
     }
@@ -206,10 +207,15 @@ def _rate_of(run: Mapping[str, Any]) -> str:
     return "lora" if run["lora"] else "full"
 
 
+def _batch(job: Job) -> int:
+    """Rows of a step, of which there are no more than to train on; how many that is shows as the job starts."""
+    return int(min(job.run_config["training"]["global_batch"], job.progress.get("train_rows") or inf))
+
+
 def _epochs(job: Job) -> float:
     """Of a job whose length is said in steps: about how often it sees each row, and once at least."""
-    training, rows = job.run_config["training"], job.plan.get("estimated_rows") or 1
-    return float(max(1, round(training["steps"] * training["global_batch"] / rows)))
+    rows = job.progress.get("train_rows") or job.plan.get("estimated_rows") or 1
+    return float(max(1, round(job.run_config["training"]["steps"] * min(_batch(job), rows) / rows)))
 
 
 def _whole(number: float) -> float | int:

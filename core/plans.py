@@ -52,7 +52,9 @@ def plan(session: Session, owner: Account, spec: JobSpec, *, settings: Settings)
         half_life=settings.fair_share_half_life,
     )
     facts = nodes.cluster(session)
-    others = layouts.alternatives(resolution.run, resolution.shape, facts, packed=resolution.packed)
+    others = layouts.alternatives(
+        resolution.run, resolution.shape, facts, batch=resolution.batch, packed=resolution.packed
+    )
     return Planned(resolution, used, prospect, others)
 
 

@@ -118,6 +118,8 @@ class Resolution:
     shape: ModelShape
     packed: bool
     """Rows may hold several documents."""
+    batch: int
+    """Rows of a step, where there are as many as was estimated."""
 
 
 def resolve(
@@ -148,11 +150,13 @@ def resolve(
     wished = _recompute(spec)
     packed = _is_packed(spec, files, data_format)
     usual = wished or Recompute(operations=search.cheap(shape))
+    rows = _rows(spec, files, data_format, seq_len, bytes_only=tokenizer.type == "bytes")
     choice = _Choice(spec, shape, lora, seq_len, precision, usual, cluster, packed, objective == "dpo")
     parallel, global_batch, micro_batch, recompute = choice.laid_out(wished)
-    rows = _rows(spec, files, data_format, seq_len, bytes_only=tokenizer.type == "bytes")
-    length = _length(spec.training, method, global_batch=global_batch, seq_len=seq_len)
-    steps = length.get("steps") or max(1, ceil(rows * length["epochs"] / global_batch))
+    # A step has no more rows than there are. How many, where several examples share one, shows once they are tokenised.
+    batch = min(global_batch, rows)
+    length = _length(spec.training, method, batch=batch, seq_len=seq_len)
+    steps = length.get("steps") or max(1, ceil(rows * length["epochs"] / batch))
     try:
         run = RunConfig(
             model=None if base else shape,
@@ -192,9 +196,9 @@ def resolve(
         _refuse(_blamed(str(error), "recompute"), str(error))
     _check_memory(needs, cluster)
     replayed = budget.replayed(run, shape)
-    plan = _plan(shape, lora, needs, steps, rows, run, replayed)
-    plan |= layouts.timed(run, shape, cluster, replayed=replayed, steps=steps)
-    return Resolution(run, slots=parallel.ranks, plan=plan, shape=shape, packed=packed)
+    plan = _plan(shape, lora, needs, steps, rows, batch, run, replayed)
+    plan |= layouts.timed(run, shape, cluster, replayed=replayed, steps=steps, batch=batch)
+    return Resolution(run, slots=parallel.ranks, plan=plan, shape=shape, packed=packed, batch=batch)
 
 
 # The model and what it reads
@@ -663,12 +667,12 @@ def _axes(parallel: Parallel) -> str:
 # Length
 
 
-def _length(ask: TrainingAsk, method: Method, *, global_batch: int, seq_len: int) -> dict[str, Any]:
-    """The one of `steps` and `epochs` that the run gets."""
+def _length(ask: TrainingAsk, method: Method, *, batch: int, seq_len: int) -> dict[str, Any]:
+    """The one of `steps` and `epochs` that the run gets; a step has `batch` rows."""
     if ask.steps is not None:
         return {"steps": ask.steps}
     if ask.tokens is not None:
-        return {"steps": ceil(ask.tokens / (global_batch * seq_len))}
+        return {"steps": ceil(ask.tokens / (batch * seq_len))}
     return {"epochs": ask.epochs or (DEFAULT_DPO_EPOCHS if isinstance(method, DpoMethod) else DEFAULT_EPOCHS)}
 
 
@@ -797,6 +801,7 @@ def _plan(
     needs: Memory,
     steps: int,
     rows: int,
+    batch: int,
     run: RunConfig,
     replayed: frozenset[Operation],
 ) -> dict[str, Any]:
@@ -811,17 +816,17 @@ def _plan(
         "recomputed": [operation for operation in OPERATIONS if operation in replayed],
         "estimated_rows": rows,
         "estimated_steps": steps,
-        "estimated_tokens": steps * run.training.global_batch * run.data.seq_len,
-        "estimated_epochs": steps * run.training.global_batch / rows,
-        "flops_per_step": _flops(shape, lora, run),
+        "estimated_tokens": steps * batch * run.data.seq_len,
+        "estimated_epochs": steps * batch / rows,
+        "flops_per_step": _flops(shape, lora, batch, run.data.seq_len),
         **_disk(parameters, adapters, run),
     }
 
 
-def _flops(shape: ModelShape, lora: Lora | None, run: RunConfig) -> int:
+def _flops(shape: ModelShape, lora: Lora | None, batch: int, seq_len: int) -> int:
     """Of a step whose rows are one document each; packed rows need less."""
-    tokens = run.training.global_batch * run.data.seq_len
-    seen = min(run.data.seq_len, shape.sliding_window or run.data.seq_len)
+    tokens = batch * seq_len
+    seen = min(seq_len, shape.sliding_window or seq_len)
     return _model_flops(shape, tokens=tokens, pairs=tokens * seen, lora=lora)
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import re
-import shutil
 import socket
 import socketserver
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -150,26 +147,6 @@ def test_a_fine_tune_is_made_followed_and_read_by_the_client_of_either_version(l
     assert seen["async"]["results"] == seen["sync"]["results"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/openai.md"])
-def test_the_example_of_the_page_makes_a_job(live, key, http, base, page, monkeypatch, capsys):
-    models = live.services.settings.models
-    shutil.copytree(models / base, models / "smollm2-135m", dirs_exist_ok=True)
-    text = (ROOT / page).read_text()
-    (example,) = re.findall(r"^```python\n(from openai.*?fine_tuning.*?)^```", text, re.MULTILINE | re.DOTALL)
-    at_ours = partial(openai.OpenAI, base_url=f"{live.url}/v1", api_key=key)
-    monkeypatch.chdir(ROOT)
-    with ExitStack() as opened:
-        monkeypatch.setattr(openai, "OpenAI", lambda **_: opened.enter_context(at_ours()))
-        monkeypatch.setattr(
-            builtins, "open", lambda *how, **more: opened.enter_context(Path(how[0]).open(*how[1:], **more))
-        )
-        exec(compile(example, page, "exec"), {})
-    assert "queued" in capsys.readouterr().out
-    (job,) = http.get("/v1/fine_tuning/jobs").json()["data"]
-    assert (job["hyperparameters"]["n_epochs"], job["priority"]) == (3, 5)
-    assert job["spec"]["data"]["validation"] == 0.05
-
-
 def create(http, model: str, file: str, **changes: Any):
     return http.post("/v1/fine_tuning/jobs", json={"model": model, "training_file": file, **changes})
 
@@ -285,6 +262,16 @@ def test_pairs_are_learned_by_dpo_whether_that_is_said_or_not(http, base):
     assert unsaid["hyperparameters"] == {"n_epochs": 1, "batch_size": 16, "learning_rate_multiplier": 1, "beta": 0.1}
     error = envelope(create(http, base, pairs, method={"type": "supervised"}), 400)
     assert error["param"] == "method.type"
+
+
+def test_an_automatic_batch_is_said_as_the_rows_there_are_once_they_are_counted(live, http, base, file):
+    auto, said = (create(http, base, file, hyperparameters={"batch_size": size}).json()["id"] for size in ("auto", 32))
+    assert http.get(f"/v1/fine_tuning/jobs/{auto}").json()["hyperparameters"]["batch_size"] == 16
+    for job in (auto, said):
+        driving.record(live.services, job, driving.claim(live.services, job), driving.started())
+        assert http.get(f"/v1/jobs/{job}").json()["progress"]["train_rows"] == 8
+    sizes = [http.get(f"/v1/fine_tuning/jobs/{job}").json()["hyperparameters"]["batch_size"] for job in (auto, said)]
+    assert sizes == [8, 32]
 
 
 def test_a_job_of_either_dialect_is_read_in_the_other(http, base, file):

@@ -46,6 +46,7 @@ UPLOADS = [
     upload("preferences", "preference"),
     upload("questions", "choice"),
     replace(upload("single", "chat"), examples=1),
+    replace(upload("two", "chat"), examples=2),
     replace(upload("ids", "tokens"), container="parquet", tokens=6400, max_id=259),
     replace(upload("masked", "tokens"), container="megatron", tokens=6400, max_id=259, masked=True),
     replace(upload("foreign", "tokens"), container="parquet", tokens=6400, max_id=260),
@@ -373,6 +374,33 @@ def test_the_plan_says_what_it_will_cost() -> None:
     assert plan["parameters"] == plan["trainable_parameters"] == 2 * (4 * 256 + 3 * 16 * 64 + 32) + 16 + 260 * 16
     assert (plan["estimated_steps"], plan["estimated_tokens"]) == (10, 10 * 16 * 128)
     assert plan["bytes_per_rank"]["total"] > 16 * plan["parameters"]
+
+
+def test_a_step_of_fewer_rows_than_the_batch_is_planned_as_the_rows_there_are() -> None:
+    few = {"data": {"train": ["file-single"], "packing": False}, "training": {"epochs": 3}}
+    plan = resolved(FINETUNE, **few).plan
+    # One row, three times; a batch of 16 would have seen 48 rows in one step.
+    assert (plan["estimated_rows"], plan["estimated_steps"], plan["estimated_tokens"]) == (1, 3, 3 * 1 * 128)
+    assert plan["estimated_epochs"] == 3
+    alone = resolved(FINETUNE, data=few["data"], training={"epochs": 3, "global_batch": 1}).plan
+    assert plan["flops_per_step"] == alone["flops_per_step"]
+    tokens = resolved(FINETUNE, data=few["data"], training={"tokens": 10 * 128})
+    assert tokens.run.training.steps == 10
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_time_of_such_a_step_is_that_of_a_batch_of_these_rows(ranks: int) -> None:
+    toy = Device("toy", {"fp32": 1e9}, bandwidth=1e12, efficiency=1.0, launch=0.0, measured=True)
+    cluster = ClusterFacts(largest_node=2, rates=as_facts(toy, Link(1e9, 1e-5)))
+    parallel = {"data": ranks}
+    of_two = {"data": {"train": ["file-two"], "packing": False}, "parallel": parallel}
+    few = resolved(FINETUNE, cluster, training={"steps": 5}, **of_two).plan
+    two = resolved(FINETUNE, cluster, training={"steps": 5, "global_batch": 2}, **of_two).plan
+    for number in ("step_seconds", "eta_seconds", "tokens_per_second", "estimated_tokens"):
+        assert few[number] == pytest.approx(two[number]), number
+    # A thousand tokens fill eight rows.
+    eight = resolved(FINETUNE, cluster, training={"steps": 5}, parallel=parallel).plan
+    assert eight["step_seconds"] == pytest.approx(4 * few["step_seconds"], rel=0.01)
 
 
 REFUSALS: list[Any] = [
