@@ -45,6 +45,8 @@ ANSWER_SECONDS = 300.0
 PIECE = 1024 * 1024
 PART_BYTES = 16 * 1024 * 1024
 """A larger file is sent in parts of this size."""
+MANIFEST = "manifest.json"
+"""Of the artifacts, the one that names all others."""
 PUT_OFF = 429
 OVERTAKEN = frozenset({404, 409})
 """Statuses of an upload that somebody else has ended meanwhile."""
@@ -89,6 +91,10 @@ class Unreachable(TrainshedError):
 
 class Damaged(TrainshedError):
     """What was downloaded is not what the manifest says."""
+
+
+class Occupied(TrainshedError):
+    """The folder that a download is to go to has something else."""
 
 
 @dataclass(frozen=True)
@@ -357,11 +363,15 @@ class Client:
         """Bring the job's artifacts into a folder, each verified by its sha256; goes on where an earlier call stopped,
         however that ended.
 
-        `report` hears the path, the bytes that are here, and the bytes there are. Raises Damaged.
+        `report` hears the path, the bytes that are here, and the bytes there are. Raises Damaged, and Occupied where
+        the folder has another job's artifacts.
         """
         paths = []
-        for artifact in self.artifacts(job_id)["data"]:
+        # The manifest first: with it the folder is this job's, however far the rest comes.
+        for artifact in sorted(self.artifacts(job_id)["data"], key=lambda each: each["path"] != MANIFEST):
             target = into / _beneath(artifact["path"])
+            if artifact["path"] == MANIFEST and _is_anothers(target, artifact["sha256"]):
+                raise Occupied(f"{into} has another job's artifacts, which would stay beside these")
             if not (target.exists() and _sha256(target) == artifact["sha256"]):
                 self._fetch(job_id, artifact, target, report)
             report(artifact["path"], artifact["bytes"], artifact["bytes"])
@@ -564,6 +574,17 @@ class Client:
                     report(artifact["path"], file.tell(), artifact["bytes"])
 
 
+def _is_anothers(manifest: Path, sha256: str) -> bool:
+    """Whether a whole manifest lies here that is not this one; one that a power cut has spoilt is nobody's."""
+    if not manifest.exists() or _sha256(manifest) == sha256:
+        return False
+    try:
+        json.loads(manifest.read_bytes())
+    except ValueError:
+        return False
+    return True
+
+
 class _Pauses:
     """Waits that grow, until patience ends. It begins with the first of them."""
 
@@ -576,8 +597,10 @@ class _Pauses:
         """Wait a while, or raise what is wrong when it lasts too long."""
         now = time.monotonic()
         self.deadline = self.deadline or now + self.client.patience
-        pause = max(self.next, getattr(error, "retry_after", None) or 0.0)
-        if now + pause > self.deadline:
+        # The last one ends with the patience, unless the server has said that it is in vain to come so soon.
+        at_least = getattr(error, "retry_after", None) or 0.0
+        pause = max(at_least, min(self.next, self.deadline - now))
+        if now >= self.deadline or now + at_least > self.deadline:
             if isinstance(error, TrainshedError):
                 raise error
             raise Unreachable(f"the server stays away: {error}") from error

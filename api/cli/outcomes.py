@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from api.cli import printable
-from api.client import ApiError, Damaged, Unreachable
+from api.client import ApiError, Damaged, Occupied, Unreachable
 
 
 class Exit(IntEnum):
@@ -63,7 +63,7 @@ class Command(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (Fault, ApiError, Unreachable, Damaged) as error:
+        except (Fault, ApiError, Unreachable, Damaged, Occupied) as error:
             fault = error if isinstance(error, Fault) else _fault(error)
             end(fault, as_json=getattr(ctx.obj, "as_json", False))
 
@@ -75,7 +75,7 @@ def end(fault: Fault, *, as_json: bool) -> NoReturn:
     raise typer.Exit(fault.code)
 
 
-def _fault(error: ApiError | Unreachable | Damaged) -> Fault:
+def _fault(error: ApiError | Unreachable | Damaged | Occupied) -> Fault:
     match error:
         case ApiError():
             where = f" [{error.param}]" if _helps(error) else ""
@@ -88,6 +88,9 @@ def _fault(error: ApiError | Unreachable | Damaged) -> Fault:
             return Fault(f"{error}. {hint}", Exit.UNREACHABLE, {"code": "unreachable"})
         case Damaged():
             return Fault(str(error), Exit.DAMAGED, {"code": "damaged"})
+        case Occupied():
+            said = f"{error}: choose another folder with --into, or move what is there away."
+            return Fault(said, Exit.USAGE, {"code": "occupied"})
 
 
 def _helps(error: ApiError) -> bool:

@@ -92,6 +92,9 @@ def test_a_result_is_downloaded_and_verified(live, http, trainshed, tmp_path):
     assert "3 files in result, each verified" in trainshed("download", job, "--into", "result")
     assert (tmp_path / "result" / "adapter" / "adapter_config.json").read_bytes() == b'{"r": 16}'
     assert len(json.loads(trainshed("download", job, "--into", "result", "--json"))) == 3
+    other = driving.finished(live.services, http, tmp_path / "other", {"gguf/model.gguf": b"other"})
+    assert "--into" in trainshed("download", other, "--into", "result", code=Exit.USAGE)
+    assert not (tmp_path / "result" / "gguf").exists()
 
 
 def test_files_keys_models_and_nodes(live, trainshed, spec, http):

@@ -77,6 +77,44 @@ def test_a_download_is_verified_and_what_is_here_already_is_not_fetched_again(li
     assert (tmp_path / "into" / "manifest.json").read_text() != "touched"
 
 
+def test_a_folder_with_another_jobs_artifacts_is_left_as_it_is(live: Live, http, client, tmp_path):
+    into = tmp_path / "into"
+    first = driving.finished(live.services, http, tmp_path / "first")
+    model = {"gguf/model.gguf": b"merged" * 1000}
+    second = driving.finished(live.services, http, tmp_path / "second", model)
+    client.download(first, into)
+    (into / "notes.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in into.rglob("*") if path.is_file()}
+    with pytest.raises(client_module.Occupied, match="another job's"):
+        client.download(second, into)
+    assert {path: path.read_bytes() for path in into.rglob("*") if path.is_file()} == before
+    # Files that are nobody's artifacts are in nobody's way.
+    for path in before:
+        if path.name != "notes.txt":
+            path.unlink()
+    client.download(second, into)
+    there = {path.relative_to(into).as_posix() for path in into.rglob("*") if path.is_file()}
+    assert there == {"notes.txt", "manifest.json", *model}
+
+
+def test_a_folder_belongs_to_a_job_as_soon_as_its_download_has_begun(live: Live, http, client, tmp_path):
+    first, second = (
+        driving.finished(live.services, http, tmp_path / name, {f"{name}/weights": name.encode() * 1000})
+        for name in ("first", "second")
+    )
+
+    def interrupt(path: str, done: int, total: int) -> None:
+        if path == "first/weights":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        client.download(first, tmp_path / "into", report=interrupt)
+    with pytest.raises(client_module.Occupied):
+        client.download(second, tmp_path / "into")
+    client.download(first, tmp_path / "into")
+    assert (tmp_path / "into" / "first" / "weights").read_bytes() == b"first" * 1000
+
+
 def test_a_download_that_breaks_off_goes_on_where_it_stopped(live: Live, http, key, tmp_path, quick):
     job = driving.finished(live.services, http, tmp_path / "export")
     transport = Flaky(bytes_each=200_000, refuse=1)
@@ -355,6 +393,24 @@ def test_a_server_that_says_when_to_come_back_is_believed_within_patience(quick)
     with Client("http://server", "key", transport=Answers(late)) as client, pytest.raises(ApiError) as caught:
         client.job("job-1")
     assert (caught.value.status, caught.value.retry_after) == (429, 3600.0)
+
+
+def test_patience_is_used_up_before_it_ends(monkeypatch):
+    """The pauses double from 0.2 s: 0.2, 0.4, 0.8, and then what is left of two seconds, as 1.6 would not fit."""
+    now, slept = [0.0], []
+    monkeypatch.setattr(client_module.time, "monotonic", lambda: now[0])
+
+    def sleep(seconds: float) -> None:
+        slept.append(round(seconds, 6))
+        now[0] += seconds
+
+    monkeypatch.setattr(client_module.time, "sleep", sleep)
+    refused = [httpx.ConnectError("no") for _ in range(9)]
+    client = Client("http://server", "key", patience=2.0, transport=Answers(*refused))
+    with client, pytest.raises(Unreachable):
+        client.job("job-1")
+    assert sum(slept) == pytest.approx(2.0)
+    assert slept == [0.2, 0.4, 0.8, 0.6]
 
 
 def test_patience_with_a_stream_begins_when_it_breaks_not_with_the_last_event(quick, monkeypatch):

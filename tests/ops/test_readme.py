@@ -86,7 +86,7 @@ def test_the_python_example_uses_the_client_as_it_is(monkeypatch: pytest.MonkeyP
         exec(compile(example, "README.md", "exec"), {})
     JobSpec.model_validate(client.submit.call_args.args[0])
     assert client.upload.call_args.args[0].exists()
-    client.download.assert_called_once_with("job-1", Path("result"))
+    client.download.assert_called_once_with("job-1", Path("job-1"))
 
 
 def test_the_page_on_the_client_uses_it_as_it_is(monkeypatch: pytest.MonkeyPatch):
@@ -99,7 +99,7 @@ def test_the_page_on_the_client_uses_it_as_it_is(monkeypatch: pytest.MonkeyPatch
     with patch.object(client_module, "Client", return_value=client):
         exec(compile(blocks(page, "python")[0], "docs/client.md", "exec"), {})
     JobSpec.model_validate(client.submit.call_args.args[0])
-    client.download.assert_called_once_with("job-1", Path("result"))
+    client.download.assert_called_once_with("job-1", Path("job-1"))
 
 
 def settings_table() -> list[str]:
