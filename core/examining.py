@@ -86,7 +86,8 @@ def _examined(
         raise InvalidRequest(
             f"seq_len={seq_len} is longer than the model's {most} tokens; use at most that.", param="seq_len"
         )
-    command = [*EXAMINE, "--format", form, "--seq-len", str(seq_len), "--overlong", question.overlong, *asked]
+    lengths = ["--seq-len", str(seq_len), "--max-seq-len", str(most)]
+    command = [*EXAMINE, "--format", form, *lengths, "--overlong", question.overlong, *asked]
     command += [] if question.packing else ["--no-packing"]
     command += [] if question.template == "base" else ["--template", question.template]
     with _tokenizer(services, model) as folder:

@@ -101,7 +101,7 @@ def examine(arguments: argparse.Namespace) -> int:
 
     # A template is somebody's program: whatever it does, it does not take the host with it.
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
-    reading = Reading(arguments.format, arguments.seq_len, arguments.overlong, arguments.packing)
+    reading = Reading(arguments.format, arguments.seq_len, arguments.overlong, arguments.packing, arguments.max_seq_len)
     chunks = iter(partial(os.read, sys.stdin.fileno(), READ_BYTES), b"")
     try:
         tokenizer = Tokenizer.load(arguments.model, template=arguments.template)
@@ -288,6 +288,7 @@ def parser() -> argparse.ArgumentParser:
     # Ids stand as they are, whatever reads them: `inspect` says all of them.
     sub.add_argument("--format", choices=[each for each in get_args(Format) if each != "tokens"], required=True)
     sub.add_argument("--seq-len", type=positive, default=1024, help="tokens in a row")
+    sub.add_argument("--max-seq-len", type=positive, help="tokens that the model takes")
     sub.add_argument("--overlong", choices=("error", "drop", "truncate"), default="error")
     sub.add_argument("--template", choices=("chatml", "plain"), help="instead of the model's own")
     sub.add_argument("--no-packing", dest="packing", action="store_false", help="each example has a row of its own")

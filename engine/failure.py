@@ -54,7 +54,7 @@ def explain(error: BaseException, *, rank: int) -> Failed:
         case RunFailure():
             return Failed(code=error.code, message=str(error), hint=error.hint, rank=rank)
         case InvalidData():
-            return Failed(code="invalid_data", message=str(error), rank=rank)
+            return Failed(code="invalid_data", message=str(error), hint=error.hint, rank=rank)
         case ValidationError(title=RunConfig.__name__):
             return Failed(code="invalid_model", message=f"run.json: {_faults(error)}", rank=rank)
         case _ if lost_contact(error):

@@ -35,7 +35,8 @@ def ready_data(
                 tokenizer = tokenizer_for(run, run_dir, report, into=into)
                 shape = _shape(run, run_dir)
             with blame("invalid_data"):
-                prepare(run, run_dir, tokenizer, report, vocab_size=shape.vocab_size, into=into)
+                sizes = {"vocab_size": shape.vocab_size, "max_seq_len": shape.max_seq_len}
+                prepare(run, run_dir, tokenizer, report, into=into, **sizes)
     return load_tokenizer(into or run_dir), open_prepared(into or run_dir)
 
 

@@ -57,11 +57,25 @@ class Outliers:
         self._usual_N[documents] = loss
 
     def worst(self, files: Sequence[Path]) -> tuple[Outlier, ...]:
-        """The documents whose loss lies furthest above their step's, the furthest first."""
+        """The documents whose loss lies furthest above their step's, the furthest first, each by its worst stretch.
+
+        Of a file that is one document in many stretches, as plain text is, no line would tell where to look.
+        """
         above_N = np.where(self._step_N > 0, self._loss_N - self._usual_N, 0)
-        candidates = above_N.nonzero()[0]
-        order = candidates[np.lexsort((candidates, -above_N[candidates]))]
-        return tuple(self._named(int(document), files) for document in order[: self.most] if above_N[document] > 0)
+        candidates = (above_N > 0).nonzero()[0]
+        if not len(candidates):
+            return ()
+        files_N, lines_N = self.loader.rows.all_origins()
+        for file in np.unique(files_N):
+            lines = lines_N[files_N == file]
+            if len(lines) > 1 and lines.min() == lines.max():
+                candidates = candidates[files_N[candidates] != file]
+        named: dict[tuple[int, int], int] = {}
+        for document in candidates[np.lexsort((candidates, -above_N[candidates]))]:
+            named.setdefault((int(files_N[document]), int(lines_N[document])), int(document))
+            if len(named) == self.most:
+                break
+        return tuple(self._named(document, files) for document in named.values())
 
     def _named(self, document: int, files: Sequence[Path]) -> Outlier:
         file, line = self.loader.rows.origin(document)

@@ -24,6 +24,7 @@ from engine import checkpoint, events, multiple_choice, reference
 from engine.batch import Batch
 from engine.checkpoint import Facts
 from engine.config import EarlyStopping, RunConfig
+from engine.counting import counted
 from engine.course import Course
 from engine.culprits import NonFinite, in_step, in_validation
 from engine.data.loader import Loader
@@ -215,7 +216,7 @@ class Work:
         train, validation = self.prepared.train, self.prepared.validation
         if len(train) < self.run.training.global_batch:
             self.warn(
-                f"there are {len(train)} training rows, so a step has {len(train)} rows and not "
+                f"a step has {counted(len(train), 'row')}, as there are no more to train on, and not "
                 f"training.global_batch={self.run.training.global_batch}"
             )
         trainable = count(self.optimizer.shapes)

@@ -108,7 +108,7 @@ def told(value: object) -> str:
         case float():
             return f"{value:.4g}"
         case dict():
-            return ", ".join(f"{name} {told(inner)}" for name, inner in value.items() if inner is not None)
+            return ", ".join(f"{name} {told(inner)}" for name, inner in value.items() if inner not in (None, [], {}))
         case list():
             more = f", … ({len(value):,} in all)" if len(value) > MOST_LINES else ""
             return ", ".join(map(told, value[:MOST_LINES])) + more

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from engine.counting import counted
 from engine.data.chat import Encoded
 from engine.data.format import Choice, Example, Format, InvalidData, Text, examples
-from engine.data.judging import Fate, judge
+from engine.data.judging import Fate, judge, ways_out
 from engine.data.packing import cut, pack
 from engine.data.texts import encoded_pieces
 from engine.tokenizer import Tokenizer
@@ -36,6 +36,8 @@ class Reading:
     seq_len: int
     overlong: Overlong = "error"
     packing: bool = True
+    max_seq_len: int | None = None
+    """Of the model; None where nobody says."""
 
 
 @dataclass
@@ -122,10 +124,8 @@ def _problem(kept: int, overlong: _Group, refused: _Group, longest: dict[str, in
         return f"{number} can't be shown by the base's chat template: {first}"
     is_asked = reading.format == "choice"
     if overlong.count and reading.overlong == "error" and not (is_asked and kept):
-        return (
-            f"{counted(overlong.count, 'example')} of more than seq_len={reading.seq_len} tokens: raise it to "
-            f"{longest['tokens'] - 1} if the model takes as many"
-            + ("" if is_asked else ', or set data.overlong to "drop" or "truncate"')
+        return f"{counted(overlong.count, 'example')} of more than seq_len={reading.seq_len} tokens: " + ways_out(
+            longest["tokens"], reading.max_seq_len, may_be_cut=not is_asked
         )
     return None if kept else "no question is left to ask" if is_asked else "no example is left to learn from"
 

@@ -119,10 +119,11 @@ class Finding:
 
 
 class InvalidData(ValueError):
-    """The data can't be trained on; `findings` says where and why."""
+    """The data can't be trained on; `findings` says where and why, and `hint` what to do, where that is not clear."""
 
-    def __init__(self, findings: Iterable[Finding], *, source: str | None = None) -> None:
+    def __init__(self, findings: Iterable[Finding], *, source: str | None = None, hint: str | None = None) -> None:
         self.findings = tuple(findings)
+        self.hint = hint
         prefix = f"{source}: " if source else ""
         shown = "; ".join(str(finding) for finding in self.findings[:5])
         more = f"; and {len(self.findings) - 5} more" if len(self.findings) > 5 else ""

@@ -28,7 +28,7 @@ from engine.data.format import (
     read_chunks,
     validate,
 )
-from engine.data.judging import judge
+from engine.data.judging import judge, ways_out
 from engine.data.packing import cut, pack
 from engine.data.questions import Notebook, Questions, opened
 from engine.data.rows import Array, Rows, Store
@@ -43,6 +43,7 @@ class Report(Protocol):
     def __call__(self, phase: str, done: int, total: int, unit: str) -> None: ...
 
 
+OVERLONG = "Change what the message says, or shorten these examples, and submit the job anew."
 MAX_LINES = 20
 """Lines that a note names."""
 _HELD_OUT = 0x7661  # keeps the draw of held-out rows apart from the shuffling of epochs
@@ -140,21 +141,25 @@ def prepare(
     report: Report,
     *,
     vocab_size: int | None = None,
+    max_seq_len: int | None = None,
     into: Path | None = None,
 ) -> Prepared:
     """Write `prepared/` in `into`, or the run directory, and open it.
 
     Raises InvalidData, naming lines, where the data can't be trained on.
 
-    `vocab_size` is the model's; None: what the run says of its model, or else the tokenizer's.
+    `vocab_size` and `max_seq_len` are the model's; None: what the run says of its model, or else the tokenizer's, and
+    any.
     """
     if vocab_size is None:
         vocab_size = tokenizer.vocab_size if run.model is None else run.model.vocab_size
+    if max_seq_len is None and run.model is not None:
+        max_seq_len = run.model.max_seq_len
     data, folder = run.data, (into or run_dir) / "prepared"
     for name in ("train", "validation", "questions"):
         shutil.rmtree(folder / name, ignore_errors=True)
     learns_all = run.objective == "pretrain" or data.format == "text"
-    work = _Work(data, tokenizer, report, learns_all, vocab_size)
+    work = _Work(data, tokenizer, report, learns_all, vocab_size, max_seq_len)
     train = work.tokenize(data.train, run_dir, folder / "train", "training")
     tables: dict[str, Table | None] = {"train": None, "validation": None, "questions": None}
     if isinstance(data.validation, float):
@@ -268,6 +273,8 @@ class _Work:
     learns_all: bool
     vocab_size: int
     """Of the model, which may have more entries than the tokenizer."""
+    max_seq_len: int | None
+    """Of the model; None where nobody says."""
     notes: list[str] = field(default_factory=list)
     files: list[FileRead] = field(default_factory=list)
 
@@ -420,10 +427,9 @@ class _Work:
         if overlong.count and self.data.overlong == "error":
             problem_text = (
                 f"{overlong.count} of {read} {name} examples are longer than data.seq_len={self.data.seq_len}: "
-                f'{overlong}; set data.overlong to "drop" or "truncate", or data.seq_len to {longest - 1} if the model '
-                "takes as many"
+                f"{overlong}; {ways_out(longest, self.max_seq_len)}"
             )
-            raise InvalidData([Finding(0, problem_text)])
+            raise InvalidData([Finding(0, problem_text)], hint=OVERLONG)
         dropped = overlong.count if self.data.overlong == "drop" else 0
         done.counts = Counts(read, len(done.lengths), cut_short.count, dropped, empty.count)
         self._note(name, read, cut_short, f"cut to data.seq_len={self.data.seq_len}")

@@ -72,6 +72,7 @@ def test_a_report_counts_what_is_kept_cut_and_left_out_with_the_lines(http):
     assert (dropped["kept"], [each["line"] for each in dropped["dropped"]["lines"]]) == (2, [2, 4])
     assert dropped["problem"] is None
     assert "seq_len=64" in refused["problem"]
+    assert f"data.seq_len to {refused['longest']['tokens'] - 1} or data.overlong" in refused["problem"]
     # Two short conversations share one row.
     assert dropped["rows"] == 1
     assert dropped["filled"] == pytest.approx(dropped["tokens"] / 64, abs=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from engine.config import RunConfig, TokenizerSource
 from engine.data.format import InvalidData
 from engine.data.prepare import Counts, Prepared, load_tokenizer, open_prepared, prepare, shuffled, tokenizer_for
 from engine.data.rows import Rows
+from engine.failure import explain
 from engine.tokenizer import InvalidTokenizer, Tokenizer
 from tests.engine.data import make
 
@@ -105,6 +107,26 @@ def test_cut_examples_are_counted_and_those_left_with_nothing_to_learn_are_named
     assert done.counts == Counts(examples=3, kept=2, truncated=1, untrainable=1, rows=2, tokens=64 + 23)
     assert [("line 2" in note, "line 3" in note) for note in done.notes] == [(True, False), (False, True)]
     assert "nothing" in done.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("most", "way"),
+    [
+        (256, 'set data.seq_len to {row} or data.overlong to "drop" or "truncate"'),
+        (100, 'set data.overlong to "drop" or "truncate", as the model takes 100 tokens at most'),
+    ],
+)
+def test_examples_longer_than_a_row_are_refused_with_what_the_model_allows(tmp_path: Path, most: int, way: str) -> None:
+    lines = make.jsonl([make.chat_line("q" * 100, "yes")])
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train-0.jsonl").write_bytes(lines)
+    run = make.run(format="chat", seq_len=64)
+    with pytest.raises(InvalidData) as refused:
+        prepare(run, tmp_path, Tokenizer.bytes(), make.silent, max_seq_len=most)
+    (length,) = re.findall(r"\((\d+) tokens\)", str(refused.value))
+    assert way.format(row=int(length) - 1) in str(refused.value)
+    # The file need not be another one, as the code's own hint would have it.
+    assert "message says" in str(explain(refused.value, rank=0).hint)
 
 
 def test_a_file_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:

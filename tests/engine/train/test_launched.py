@@ -56,8 +56,8 @@ def test_a_stop_finishes_the_step_and_saves_it(launched, tmp_path):
     launched.send_signal(signal.SIGTERM)
     assert launched.wait(timeout=DEADLINE) == 0
     events = runs.load_events(tmp_path)
-    step, saved, worst, stopped = events[-4:]
-    assert [event["type"] for event in (step, saved, worst, stopped)] == ["step", "checkpoint", "outliers", "stopped"]
+    step, saved, stopped = events[-3:]
+    assert [event["type"] for event in (step, saved, stopped)] == ["step", "checkpoint", "stopped"]
     assert step["step"] == saved["step"] == stopped["step"]
     assert (tmp_path / saved["path"] / "manifest.json").is_file()
     assert len(ranks) == 2

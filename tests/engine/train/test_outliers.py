@@ -106,3 +106,20 @@ def test_it_counts_what_the_last_step_found(tmp_path: Path, base: Path) -> None:
 def test_none_is_named_where_none_is_asked_for(tmp_path: Path, base: Path) -> None:
     run = config(base, training={"outliers": 0})
     assert {event.type for event in told(ready(tmp_path / "run", run), run)} == {"step"}
+
+
+def test_of_stretches_of_a_text_none_is_named_and_of_a_long_document_the_worst_one(tmp_path: Path) -> None:
+    run = runs.config(
+        data={"train": ("data/train.txt", "data/more.jsonl"), "format": "text", "seq_len": 16},
+        training={"steps": 12, "lr": 0.01, "outliers": 5},
+    )
+    folder = tmp_path / "run"
+    folder.mkdir()
+    runs.write(folder, run)
+    (folder / "data" / "train.txt").write_text("abcd " * 60 + "#Zq# " * 20)
+    documents = ["efgh " * 8, "#Xw# " * 8, "ij"]
+    (folder / "data" / "more.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    named = [event for event in runs.events_of(folder, run) if event.type == "outliers"]
+    places = [(document.file, document.line) for event in named for document in event.documents]
+    assert len(places) == len(set(places)) > 0
+    assert {file for file, _ in places} == {"data/more.jsonl"}

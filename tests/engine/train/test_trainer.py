@@ -129,7 +129,7 @@ def test_events_tell_the_run_in_order(tmp_path):
     told = [(event.type, event.step) for event in events if hasattr(event, "step")]
     assert [entry for entry in told if entry[0] != "checkpoint"] == [
         ("step", 1), ("step", 2), ("step", 3), ("evaluated", 3), ("step", 4), ("step", 5), ("evaluated", 5),
-        ("outliers", 5), ("finished", 5),
+        ("finished", 5),
     ]  # fmt: skip
     # Training goes on while one is written, until the next is begun or all steps are done.
     for step, before in ((2, ("checkpoint", 4)), (4, ("checkpoint", 5)), (5, ("finished", 5))):
