@@ -17,11 +17,12 @@ from typing import IO
 
 import httpx
 from alembic.util import CommandError
+from sqlalchemy import make_url
 from sqlalchemy.exc import OperationalError
 
 from core import broker, filelocks, keys, schema
 from core.children import Child
-from core.db import Database
+from core.db import Database, open_engine
 from core.settings import Settings
 
 Say = Callable[[str], None]
@@ -133,6 +134,29 @@ def prepare(settings: Settings) -> str | None:
             return keys.ensure_admin(session, settings.admin_key)
     finally:
         database.close()
+
+
+def require_schema(settings: Settings) -> None:
+    """Raise Refused where a part that runs on its own would find no tables, or those of an earlier version.
+
+    A database that is away is no reason not to start: every part waits for it.
+    """
+    url = make_url(settings.database)
+    if url.get_backend_name() == "sqlite" and not Path(url.database or "").exists():
+        raise Refused(
+            f"There is no service here, as {url.database} is not there: set DATABASE_URL, REDIS_URL and STORAGE_URL to "
+            "those of one elsewhere, or run `trainshed serve`, which is all of it."
+        )
+    engine = open_engine(settings.database)
+    try:
+        if schema.is_behind(engine):
+            raise Refused(
+                "The database has no tables yet, or those of an earlier version: run `trainshed migrate` first."
+            )
+    except OperationalError:
+        return
+    finally:
+        engine.dispose()
 
 
 def _announce(url: str, settings: Settings, secret: str | None, say: Say) -> None:

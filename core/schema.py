@@ -34,6 +34,15 @@ def is_current(engine: Engine) -> bool:
     return set(heads) == _newest()
 
 
+def is_behind(engine: Engine) -> bool:
+    """Whether migrations are missing that this version has. A database that a newer version has migrated lacks none."""
+    with engine.connect() as connection:
+        heads = set(MigrationContext.configure(connection).get_current_heads())
+    return heads != _newest() and heads <= {
+        step.revision for step in ScriptDirectory.from_config(_config()).walk_revisions()
+    }
+
+
 @cache
 def _newest() -> frozenset[str]:
     """Every migration is read for this, and whoever asks whether the service is ready asks again and again."""

@@ -68,11 +68,12 @@ def api() -> None:
 
 
 def become(module: str) -> None:
-    """Run a part of the service as this process, if its settings can be used."""
+    """Run a part of the service as this process, if its settings and its database can be used."""
     with starting():
+        from api.serve import require_schema
         from core.settings import Settings
 
-        Settings()
+        require_schema(Settings())
     os.execv(sys.executable, [sys.executable, "-m", module])
 
 

@@ -221,6 +221,24 @@ def test_a_database_that_is_not_there_is_said_in_words(tmp_path, command):
     assert "Traceback" not in answer.stderr
 
 
+@pytest.mark.parametrize("command", ["worker", "api"])
+def test_a_part_that_finds_no_tables_says_what_to_run_and_does_not_begin(tmp_path, command):
+    def run(**variables):
+        environment = os.environ | {"TRAINSHED_DATA_DIR": str(tmp_path)} | variables
+        answer = subprocess.run(
+            [*COMMAND[:-1], command], env=environment, capture_output=True, text=True, timeout=STOP_SECONDS
+        )
+        return answer.returncode, answer.stderr
+
+    code, said = run()
+    assert (code, "There is no service here" in said, "Traceback" in said) == (2, True, False)
+    assert not list(tmp_path.iterdir())
+    empty = tmp_path / "empty.db"
+    empty.touch()
+    code, said = run(DATABASE_URL=f"sqlite:///{empty}")
+    assert (code, "trainshed migrate" in said, "Traceback" in said) == (2, True, False)
+
+
 @pytest.mark.parametrize(
     ("checks", "missing"),
     [

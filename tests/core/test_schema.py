@@ -314,6 +314,21 @@ def test_an_empty_database_is_not_current_until_it_is_migrated(empty_url: str) -
     engine.dispose()
 
 
+def test_a_database_is_behind_until_all_migrations_of_this_version_ran_and_not_where_a_newer_one_did(
+    empty_url: str,
+) -> None:
+    engine = open_engine(empty_url)
+    assert schema.is_behind(engine)
+    schema.upgrade(empty_url, "0001")
+    assert schema.is_behind(engine)
+    schema.upgrade(empty_url)
+    assert not schema.is_behind(engine)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    assert not schema.is_behind(engine)
+    engine.dispose()
+
+
 def test_processes_may_migrate_at_once(empty_url: str) -> None:
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(schema.upgrade, [empty_url] * 3))
