@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 from starlette.staticfiles import StaticFiles
 
 ASSETS = "/docs/assets"
@@ -26,6 +26,11 @@ def install(app: FastAPI) -> None:
     """Let `app` serve both pages, and what they are made of."""
     # The package is there for its copies of Swagger UI and Redoc, which it keeps up to date.
     app.mount(ASSETS, StaticFiles(directory=str(files("fastapi_offline") / "static")), name="docs")
+
+    @app.get("/", include_in_schema=False)
+    async def root(request: Request) -> RedirectResponse:
+        """What somebody finds who opens the address alone."""
+        return RedirectResponse(f"{request.scope.get('root_path', '')}/docs")
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> HTMLResponse:

@@ -74,7 +74,7 @@ def cell(row: Json, path: str) -> str:
 
 def moment(seconds: float) -> str:
     """Unix seconds as a local date and time."""
-    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
 
 
 def size(number: float) -> str:

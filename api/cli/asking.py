@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -40,6 +41,12 @@ class Asking:
         self.away = True
 
 
+def tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"trainshed {metadata.version('trainshed')}")
+        raise typer.Exit
+
+
 def options(
     context: typer.Context,
     url: Annotated[str, typer.Option(envvar="TRAINSHED_URL", help="Where the server is.")] = DEFAULT_URL,
@@ -50,6 +57,9 @@ def options(
         float,
         typer.Option(envvar="TRAINSHED_PATIENCE", min=0, help="Seconds to try again while no server answers."),
     ] = PATIENCE_SECONDS,
+    version: Annotated[
+        bool, typer.Option("--version", callback=tell_version, is_eager=True, help="Say which version this is.")
+    ] = False,
 ) -> None:
     context.obj = Asking(url, key, patience)
 

@@ -58,6 +58,7 @@ def converse(trainshed: Client, model: str, first: list[Json], options: Json, *,
     while (said := ask()) != EXIT:
         if said == NEW:
             messages = list(first)
+            typer.echo("A new conversation: what was said before is forgotten.", err=True)
         elif said:
             messages.append({"role": "user", "content": said})
             try:

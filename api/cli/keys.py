@@ -62,8 +62,8 @@ def list_keys(context: typer.Context, project: OfProject = None, as_json: JsonFl
     if as_json:
         show_json(rows)
     else:
-        columns = {"id": "id", "name": "name", "scopes": "scopes", "made": "created_at", "expires": "expires_at",
-                   "revoked": "revoked_at"}  # fmt: skip
+        columns = {"id": "id", "name": "name", "project": "project", "scopes": "scopes", "made": "created_at",
+                   "expires": "expires_at", "revoked": "revoked_at"}  # fmt: skip
         show_table(rows, columns, none="No keys yet.")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 import typer
@@ -20,6 +22,7 @@ from tests.api import driving
 from tests.api.conftest import Live, served
 
 SPEC = driving.spec("corpus.txt", name="tiny")
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 @pytest.fixture
@@ -117,6 +120,20 @@ def test_files_keys_models_and_nodes(live, trainshed, spec, http):
     assert f"node-{job}" in trainshed("nodes")
 
 
+def test_the_version_is_said_without_a_server_or_a_key(trainshed, monkeypatch):
+    monkeypatch.delenv("TRAINSHED_API_KEY")
+    version = tomllib.loads(PROJECT.read_text())["project"]["version"]
+    assert trainshed("--version") == f"trainshed {version}\n"
+
+
+def test_keys_are_listed_with_their_projects_and_to_the_second(trainshed):
+    trainshed("keys", "create", "ci", "--scope", "read")
+    row = json.loads(trainshed("keys", "list", "--json"))[0]
+    line = next(line for line in trainshed("keys", "list").splitlines() if row["id"] in line)
+    assert row["project"] in line
+    assert f"{datetime.fromtimestamp(row['created_at']):%Y-%m-%d %H:%M:%S}" in line
+
+
 def test_empty_lists_say_what_would_fill_them_and_scripts_read_nothing(trainshed, tmp_path_factory, monkeypatch):
     # The other tests' service may have bases for everyone.
     with served(tmp_path_factory.mktemp("empty")) as live:
@@ -143,8 +160,8 @@ def test_a_row_of_a_list_is_one_line_however_narrow_the_terminal(trainshed, spec
 def test_a_list_says_yes_and_no_names_and_dates(trainshed):
     trainshed("keys", "create", "ci", "--scope", "read", "--scope", "submit")
     columns = [column.split() for column in trainshed("keys", "list").splitlines()]
-    assert columns[0] == ["id", "name", "scopes", "made", "expires", "revoked"]
-    _, name, *scopes, date, time, expires, revoked = columns[1]
+    assert columns[0] == ["id", "name", "project", "scopes", "made", "expires", "revoked"]
+    _, name, _, *scopes, date, time, expires, revoked = columns[1]
     assert (name, scopes, expires, revoked) == ("ci", ["read,", "submit"], "-", "-")
     assert datetime.now() - datetime.fromisoformat(f"{date} {time}") < timedelta(hours=1)
 

@@ -70,3 +70,8 @@ def test_errors_of_one_status_share_an_entry_in_the_document():
     described = errors(NotFound, InvalidMove)
     assert set(described) == {400, 401, 404, 409, 429, 503}
     assert "`invalid_state`: The job, or upload, is not in a state that allows this." in described[409]["description"]
+
+
+def test_who_opens_the_address_alone_is_led_to_the_page_that_explains_it(http):
+    answer = http.get("/", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (307, "/docs")

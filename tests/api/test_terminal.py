@@ -73,6 +73,8 @@ def test_chatting_begins_with_how_it_ends(env, tmp_path):
         assert "/exit" in terminal.text
         terminal.type("Hi\n")
         terminal.until("There is no model 'nothing'")
+        terminal.type("/new\n")
+        terminal.until("A new conversation")
         terminal.type("/exit\n")
         assert terminal.ended() == Exit.OK
 
