@@ -23,13 +23,15 @@ from core.settings import Network
 
 EVERYWHERE: tuple[Network, ...] = (ip_network("0.0.0.0/0"), ip_network("::/0"))
 """For an address that the operator named."""
+_ASSIGNED = ip_network("2000::/3")
+"""Of IPv6 all that is on the public internet (RFC 4291, section 2.4); beyond are forms that hide an IPv4 address."""
 _SPECIAL = tuple(
     map(
         ip_network,
         (
-            "192.0.0.0/24", "192.88.99.0/24", "100::/64", "2001::/23", "3fff::/20", "5f00::/16", "fec0::/10",
-            # These stand for an IPv4 address that they don't show at first sight.
-            "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16",
+            "192.0.0.0/24", "192.88.99.0/24", "2001::/23", "3fff::/20",
+            # This stands for an IPv4 address that it doesn't show at first sight.
+            "2002::/16",
         ),
     )
 )  # fmt: skip
@@ -47,6 +49,8 @@ def may_reach(address: str, networks: Sequence[Network]) -> bool:
         found = found.ipv4_mapped
     if any(found in network for network in networks):
         return True
+    if isinstance(found, IPv6Address) and found not in _ASSIGNED:
+        return False
     return found.is_global and not found.is_multicast and not any(found in network for network in _SPECIAL)
 
 

@@ -28,6 +28,9 @@ HERE = (ip_network("127.0.0.0/8"), ip_network("::1/128"))
         ("fec0::1", False),
         ("::ffff:127.0.0.1", False), ("::ffff:169.254.169.254", False), ("64:ff9b::7f00:1", False),
         ("2002:7f00:1::", False), ("2001:0:7f00:1::", False),
+        # RFC 4291, section 2.5.5.1; RFC 2765, section 2.1; RFC 9780; what IANA has not assigned.
+        ("::127.0.0.1", False), ("::10.0.0.1", False), ("::ffff:0:10.0.0.1", False), ("100:0:0:1::1", False),
+        ("4000::1", False), ("5f00::1", False),
     ],
 )  # fmt: skip
 def test_an_address_is_reached_if_it_is_public(address: str, public: bool) -> None:
