@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
@@ -207,10 +208,8 @@ class Tokenizer:
             raise InvalidTokenizer(
                 f"{folder.name} has no tokenizer.json; write one with transformers' AutoTokenizer.save_pretrained"
             )
-        try:
+        with _told("tokenizer.json can't be read: {}"):
             backend = Backend.from_file(str(path))
-        except Exception as broken:  # the library raises bare Exception for whatever it can't read
-            raise InvalidTokenizer(f"tokenizer.json can't be read: {broken}") from broken
         config = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
         roles = {role: text for role in _ROLES if (text := _content(config.get(role))) is not None}
         by_id = {identity: text for text, identity in backend.get_vocab(with_added_tokens=True).items()}
@@ -235,10 +234,8 @@ class Tokenizer:
     @classmethod
     def from_file(cls, path: Path) -> Self:
         """From a lone `tokenizer.json`; the roles of its control tokens are told by their usual names."""
-        try:
+        with _told("the tokenizer file can't be read: {}; upload a tokenizer.json"):
             backend = Backend.from_file(str(path))
-        except Exception as broken:  # the library raises bare Exception for whatever it can't read
-            raise InvalidTokenizer(f"the tokenizer file can't be read: {broken}; upload a tokenizer.json") from broken
         vocab = backend.get_vocab(with_added_tokens=True)
         roles = {
             role: name for role, names in _USUAL.items() for name in reversed(names) if name in vocab
@@ -274,8 +271,9 @@ class Tokenizer:
         return None if text is None else self._ids.get(text)
 
     def _start(self, starts_text: bool | None) -> tuple[int, ...]:
-        bare = self.backend.encode("a", add_special_tokens=False).ids
-        full = self.backend.encode("a", add_special_tokens=True).ids
+        with _told(_UNCUT):
+            bare = self.backend.encode("a", add_special_tokens=False).ids
+            full = self.backend.encode("a", add_special_tokens=True).ids
         before = tuple(full[: next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)])
         if starts_text is None:
             return before
@@ -305,16 +303,27 @@ class Tokenizer:
         """As `encode` of each text and whether it follows other text, on all cores."""
         # Some vocabularies put a space before whatever comes first: a line end goes first, and its tokens go away.
         texts = ["\n" + text if follows and text else text for text, follows in pieces]
-        encodings = self._marking.encode_batch(texts, add_special_tokens=False)
-        for (text, follows), encoding in zip(pieces, encodings, strict=True):
+        for (text, follows), encoding in zip(pieces, self._cut_all(texts), strict=True):
             yield self._checked(self._after_line_end(text, encoding) if follows and text else encoding.ids)
+
+    def _cut_all(self, texts: list[str]) -> Iterable[Encoding]:
+        try:
+            with _told(_UNCUT):
+                return self._marking.encode_batch(texts, add_special_tokens=False)
+        except InvalidTokenizer:
+            # One by one, so that it is raised at the text that is to blame.
+            return map(self._cut, texts)
+
+    def _cut(self, text: str) -> Encoding:
+        with _told(_UNCUT):
+            return self._marking.encode(text, add_special_tokens=False)
 
     def _after_line_end(self, text: str, encoding: Encoding) -> list[int]:
         offsets = encoding.offsets
         first = next((at for at, (_, end) in enumerate(offsets) if end > 1), len(offsets))
         if first < len(offsets) and offsets[first][0] < 1:
             # The line end grew together with the text: a control token keeps it apart.
-            return self._marking.encode(self._barrier + text, add_special_tokens=False).ids[1:]
+            return self._cut(self._barrier + text).ids[1:]
         return encoding.ids[first:]
 
     def prompt(self, text: str) -> list[int]:
@@ -323,7 +332,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text; bytes that are not whole characters become U+FFFD, and ids without a token nothing."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        with _told("the vocabulary can't write these ids as text: {}"):
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def piece(self, identity: int) -> tuple[str, builtins.bytes]:
         """What one id stands for within a text: characters, U+FFFD for bytes that are none, and the bytes themselves.
@@ -455,7 +465,7 @@ class Tokenizer:
 
     def encode_marked(self, marked: str) -> Tokens:
         """The ids of a marked text. Offsets count its characters, an alias as its own length."""
-        encoding = self._marking.encode(marked, add_special_tokens=False)
+        encoding = self._cut(marked)
         ids = [self._unaliased.get(identity, identity) for identity in encoding.ids]
         self._checked([identity for identity in encoding.ids if identity not in self._unaliased])
         return Tokens(ids, encoding.offsets)
@@ -589,6 +599,24 @@ class TextStream:
             return ""
         self._start, self._given, self._ahead = self._given, len(self._ids), 0
         return now[shown:]
+
+
+_UNCUT = "the vocabulary can't cut this text: {}; use a base whose tokenizer.json does"
+
+
+@contextmanager
+def _told(words: str) -> Iterator[None]:
+    """Whatever the library raises becomes an InvalidTokenizer of `words`, with its reason in their braces.
+
+    It raises bare Exceptions, and panics, which are none: of an expression that goes back over a text too often, or of
+    a table that is damaged. Whoever serves many must outlive them.
+    """
+    try:
+        yield
+    except BaseException as broken:
+        if not isinstance(broken, Exception) and type(broken).__module__ != "pyo3_runtime":
+            raise
+        raise InvalidTokenizer(words.format(broken)) from broken
 
 
 _OWN_ROLES = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PAD}
