@@ -18,6 +18,9 @@ from api.cli.outcomes import Exit, fail
 
 app = typer.Typer()
 
+OURS_ALONE = 0o077
+"""The umask: keys' digests, signing secrets, data and weights lie in files."""
+
 
 @app.command(rich_help_panel="The service")
 def serve(
@@ -36,7 +39,10 @@ def serve(
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """For what is started on this machine: why it can't be becomes words and an exit code."""
+    """For what is started on this machine: why it can't be becomes words and an exit code.
+
+    What it and its children write is their account's alone, whatever mode a data directory had before.
+    """
     # Here and not above: what only talks to a server need not load what a server is made of.
     from pydantic import ValidationError
 
@@ -47,12 +53,15 @@ def starting() -> Iterator[None]:
 
     for said in misspelt():
         typer.echo(said, err=True)
+    before = os.umask(OURS_ALONE)
     try:
         yield
     except ValidationError as error:
         fail(f"A setting can't be used: {complaints(error)}", Exit.USAGE)
     except (Refused, CannotCopy, Unavailable) as error:
         fail(str(error), Exit.USAGE)
+    finally:
+        os.umask(before)
 
 
 @app.command(rich_help_panel="The service")
@@ -74,7 +83,7 @@ def become(module: str) -> None:
         from core.settings import Settings
 
         require_schema(Settings())
-    os.execv(sys.executable, [sys.executable, "-m", module])
+        os.execv(sys.executable, [sys.executable, "-m", module])
 
 
 @app.command(rich_help_panel="The service")
