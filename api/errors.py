@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -15,8 +15,7 @@ from pydantic import BaseModel, Field
 from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 
-from core import space
-from core.db import AWAY
+from core import db, space, storage
 from core.described import Described
 from core.errors import DiskFull, DomainError, InvalidFile, InvalidKey, InvalidRequest, TooManyRequests, Unavailable
 
@@ -206,14 +205,17 @@ def install(app: FastAPI) -> None:
         log.info("a request can't be stored", error=type(error).__name__)
         return domain_error(InvalidRequest("A text holds NUL or half a surrogate pair, or a number is beyond 64 bits."))
 
-    async def on_absence(request: Request, error: Exception) -> JSONResponse:
-        log.warning("the database is away", error=str(error))
-        return domain_error(
-            DiskFull() if space.is_full(error) else Unavailable("The database is away or busy; try again in a moment.")
-        )
+    def absent(part: str) -> Callable[[Request, Exception], Awaitable[JSONResponse]]:
+        async def on_absence(request: Request, error: Exception) -> JSONResponse:
+            log.warning(f"the {part} is away", error=str(error))
+            away = Unavailable(f"The {part} is away or busy; try again in a moment.")
+            return domain_error(DiskFull() if space.is_full(error) else away)
 
-    for kind in AWAY:
-        app.exception_handler(kind)(on_absence)
+        return on_absence
+
+    for part, kinds in {"database": db.AWAY, "storage": storage.AWAY}.items():
+        for kind in kinds:
+            app.exception_handler(kind)(absent(part))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:

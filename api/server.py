@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
+from datetime import timedelta
 from types import FrameType
 
 import uvicorn
@@ -18,6 +19,10 @@ from core.settings import Settings
 
 GRACE_SECONDS = 2
 """How long requests that are under way may take to end when the process is told to stop."""
+
+
+STORAGE_PATIENCE = timedelta(seconds=15)
+"""How long a storage server that refuses is asked again while somebody waits for the answer."""
 
 
 class Server(uvicorn.Server):
@@ -47,7 +52,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = Settings()
     log.begin(settings)
-    services = Services(settings)
+    services = Services(settings, storage_patience=STORAGE_PATIENCE)
     app = create_app(services)
     config = uvicorn.Config(
         app,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
@@ -10,21 +11,21 @@ from core.db import Database
 from core.queue import Queue
 from core.sampling import Sampler
 from core.settings import Settings
-from core.storage import Storage, open_storage
+from core.storage import PATIENCE, Storage, open_storage
 from core.throttle import Throttle
 
 
 class Services:
     """Database, storage, queue, bell, throttle and sampler, as the settings say. Nothing connects before it is used."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, storage_patience: timedelta = PATIENCE) -> None:
         self.settings = settings
         self.queue = Queue(settings)
         self.bell = Bell(settings.redis)
         self.throttle = Throttle(settings.redis, per_minute=settings.requests_per_minute)
         self.sampler = Sampler(settings.redis)
         self.db = Database(settings.database, hints=Messengers(self.queue, self.bell))
-        self.storage: Storage = open_storage(settings.storage)
+        self.storage: Storage = open_storage(settings.storage, patience=storage_patience)
 
     def close(self) -> None:
         self.db.close()

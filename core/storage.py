@@ -12,18 +12,26 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import obstore
-from obstore.exceptions import NotFoundError
+from obstore.exceptions import GenericError, JoinError, NotFoundError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import LocalStore, ObjectStore, S3Store
 
 from core.errors import NotFound
 
+if TYPE_CHECKING:
+    from obstore.store import RetryConfig
+
 CHUNK_BYTES = 8 * 1024**2
 """Size of a part on its way in or out, and with `_PARTS_AT_ONCE` what bounds the memory of a transfer."""
+AWAY = (GenericError, JoinError, PermissionDeniedError, UnauthenticatedError)
+"""The storage is not there, is full, or does not let us in: the same can work later."""
 _PARTS_AT_ONCE = 4
+PATIENCE = timedelta(minutes=3)
+"""How long a server of objects may refuse, for who has time."""
 _KEY = re.compile(r"[A-Za-z0-9_.\-]+(?:/[A-Za-z0-9_.\-]+)*")
 _BEGUN = re.compile(r".+#[0-9]+")
 """What an object's file is called while it comes, where objects are files. No key is like that, and none is listed."""
@@ -220,15 +228,19 @@ def nothing_unlisted(remove: Callable[[], object], *, listed: Callable[[], bool]
         raise
 
 
-def open_storage(url: str) -> Storage:
-    """The storage that `url` names: `file:///folder` or `s3://bucket/prefix`. S3 reads the usual `AWS_*` variables."""
+def open_storage(url: str, *, patience: timedelta = PATIENCE) -> Storage:
+    """The storage that `url` names: `file:///folder` or `s3://bucket/prefix`. S3 reads the usual `AWS_*` variables.
+
+    A server that refuses, or is silent for 30 s, is asked again until `patience` is over.
+    """
     parts = urlsplit(url)
     if parts.scheme == "file":
         folder = Path(url2pathname(parts.path))
         _make(folder)
         return Storage(LocalStore(folder), folder)
     if parts.scheme == "s3":
-        return Storage(S3Store(parts.netloc, prefix=parts.path.strip("/") or None))
+        retry: RetryConfig = {"retry_timeout": patience}
+        return Storage(S3Store(parts.netloc, prefix=parts.path.strip("/") or None, retry_config=retry))
     raise ValueError(f"storage URL {url!r} begins with neither file:// nor s3://")
 
 

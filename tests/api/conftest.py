@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -97,11 +99,17 @@ def quiet_logs() -> Iterator[None]:
 
 
 @contextmanager
-def served(data_dir: Path) -> Iterator[Live]:
+def served(data_dir: Path, **wished: Any) -> Iterator[Live]:
     """An API with a database, a broker and a models directory of its own."""
-    settings = Settings(data_dir=data_dir, max_file_bytes=MAX_FILE_BYTES, webhook_networks="127.0.0.0/8")
+    usual = {"data_dir": data_dir, "max_file_bytes": MAX_FILE_BYTES, "webhook_networks": "127.0.0.0/8"}
+    settings = Settings(**usual | wished)
     schema.upgrade(settings.database)
-    with broker.running(settings), Services(settings) as services, running(services) as url:
+    patience = timedelta(seconds=1)
+    with (
+        broker.running(settings),
+        Services(settings, storage_patience=patience) as services,
+        running(services) as url,
+    ):
         with services.db.session() as session:
             keys.ensure_admin(session, None)
         yield Live(url, services)
