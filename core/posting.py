@@ -18,6 +18,9 @@ SECONDS = 10.0
 LONGEST_URL = 2048
 _URL = re.compile(r"[\x21-\x7e]+")
 _SETTING = "TRAINSHED_WEBHOOK_NETWORKS"
+_IN_THE_CLEAR = (
+    f"what is sent over http:// can be read and changed on its way; use https://, or a network of {_SETTING}"
+)
 
 
 def check_url(url: str, networks: Sequence[Network]) -> None:
@@ -34,12 +37,20 @@ def check_url(url: str, networks: Sequence[Network]) -> None:
     if "@" in parts.netloc or parts.fragment:
         raise InvalidRequest("The URL must name no user, password or fragment.", param="url")
     host = parts.hostname or ""
-    try:
-        address = "127.0.0.1" if host == "localhost" or host.endswith(".localhost") else str(ip_address(host))
-    except ValueError:
-        return
-    if not may_reach(address, networks):
+    address = "127.0.0.1" if host == "localhost" or host.endswith(".localhost") else _as_address(host)
+    if address is not None and not may_reach(address, networks):
         raise InvalidRequest(f"{beyond(host, _SETTING)}.", param="url")
+    # Where a name leads to shows as it is posted to, each time anew.
+    may_be_inside = bool(networks) if address is None else may_reach(address, networks, public=False)
+    if parts.scheme == "http" and not may_be_inside:
+        raise InvalidRequest(f"Not to {host[:255]}: {_IN_THE_CLEAR}.", param="url")
+
+
+def _as_address(host: str) -> str | None:
+    try:
+        return str(ip_address(host))
+    except ValueError:
+        return None
 
 
 def post(
@@ -52,12 +63,13 @@ def post(
 ) -> int:
     """The status that is answered, whatever it is; UnreachableError if none came in time."""
     parts = urlsplit(url)
+    refused = _IN_THE_CLEAR if parts.scheme == "http" else None
     sent = {"Host": parts.netloc, "Content-Length": str(len(body)), **headers}
     with (
         answered(seconds),
         httpcore.ConnectionPool(
             ssl_context=ssl_context(),
-            network_backend=Guarded(networks, Deadline(seconds), setting=_SETTING),
+            network_backend=Guarded(networks, Deadline(seconds), setting=_SETTING, refused=refused),
             max_connections=1,
         ) as pool,
         pool.stream("POST", target_of(parts), headers=list(sent.items()), content=body) as answer,

@@ -42,13 +42,15 @@ class UnreachableError(Exception):
     """There was no answer; the text says why."""
 
 
-def may_reach(address: str, networks: Sequence[Network]) -> bool:
-    """Whether this is an address of the public internet, or of one of `networks`."""
+def may_reach(address: str, networks: Sequence[Network], *, public: bool = True) -> bool:
+    """Whether this is an address of one of `networks`, or, where that is wanted, of the public internet."""
     found: IPv4Address | IPv6Address = ip_address(address.partition("%")[0])
     if isinstance(found, IPv6Address) and found.ipv4_mapped is not None:
         found = found.ipv4_mapped
     if any(found in network for network in networks):
         return True
+    if not public:
+        return False
     if isinstance(found, IPv6Address) and found not in _ASSIGNED:
         return False
     return found.is_global and not found.is_multicast and not any(found in network for network in _SPECIAL)
@@ -104,9 +106,14 @@ class Guarded(httpcore.NetworkBackend):
     A limit for each read alone would let an answer come a byte at a time for ever.
     """
 
-    def __init__(self, networks: Sequence[Network], deadline: Deadline, *, setting: str) -> None:
-        """`networks` may be reached beside the public internet; `setting` is what the operator names them with."""
-        self._networks, self._deadline, self._setting = networks, deadline, setting
+    def __init__(
+        self, networks: Sequence[Network], deadline: Deadline, *, setting: str, refused: str | None = None
+    ) -> None:
+        """`networks` may be reached beside the public internet; `setting` is what the operator names them with.
+
+        `refused` is why the public internet may not be, where it may not.
+        """
+        self._networks, self._deadline, self._setting, self._refused = networks, deadline, setting, refused
         self._backend = httpcore.SyncBackend()
 
     def connect_tcp(
@@ -124,6 +131,8 @@ class Guarded(httpcore.NetworkBackend):
         addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
         if not all(may_reach(address, self._networks) for address in addresses):
             raise UnreachableError(beyond(host, self._setting))
+        if self._refused and not all(may_reach(address, self._networks, public=False) for address in addresses):
+            raise UnreachableError(self._refused)
         trouble: httpcore.NetworkError | None = None
         for address in addresses:
             try:

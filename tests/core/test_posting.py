@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Iterator
 from ipaddress import ip_network
@@ -47,11 +48,11 @@ def test_a_network_that_the_operator_names_is_reached_too() -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "", "hook", "//host/hook", "ftp://host/", "file:///etc/passwd", "https://", "https:///hook", "http://[::1",
-        "http://host:0/", "http://host:99999/", "http://user:secret@host/", "http://host@other/", "http://host/#part",
-        "http://host/a b", "http://host/\r\nx: y", "http://höst/", "http://host/" + "x" * 2048,
-        "http://127.0.0.1/", "http://localhost:8642/", "http://a.localhost/", "http://[::1]/", "http://[::ffff:7f00:1]/",
-        "http://169.254.169.254/latest/meta-data/",
+        "", "hook", "//host/hook", "ftp://host/", "file:///etc/passwd", "https://", "https:///hook", "https://[::1",
+        "https://host:0/", "https://host:99999/", "https://user:secret@host/", "https://host@other/", "https://host/#part",
+        "https://host/a b", "https://host/\r\nx: y", "https://höst/", "https://host/" + "x" * 2048,
+        "https://127.0.0.1/", "https://localhost:8642/", "https://a.localhost/", "https://[::1]/", "https://[::ffff:7f00:1]/",
+        "https://169.254.169.254/latest/meta-data/",
     ],
 )  # fmt: skip
 def test_what_cannot_be_posted_to_is_refused_by_its_looks(url: str) -> None:
@@ -60,7 +61,36 @@ def test_what_cannot_be_posted_to_is_refused_by_its_looks(url: str) -> None:
     assert refused.value.param == "url"
 
 
-@pytest.mark.parametrize("url", ["https://example.com/hook?a=b", "http://example.com:8080", "https://93.184.216.34/"])
+@pytest.mark.parametrize(
+    ("url", "networks", "is_taken"),
+    [
+        ("http://example.com/", "", False), ("http://93.184.216.34/", "", False),
+        ("http://93.184.216.34/", "10.1.0.0/16", False), ("http://10.1.0.1/", "10.1.0.0/16", True),
+        # Where the name leads to shows later.
+        ("http://ci.example/", "10.1.0.0/16", True),
+    ],
+)  # fmt: skip
+def test_what_anybody_could_read_on_its_way_stays_within_networks_that_the_operator_named(
+    url: str, networks: str, is_taken: bool
+) -> None:
+    named = tuple(ip_network(network) for network in networks.split() if network)
+    if is_taken:
+        posting.check_url(url, named)
+        return
+    with pytest.raises(InvalidRequest, match="can be read"):
+        posting.check_url(url, named)
+
+
+def test_a_name_that_leads_to_the_public_internet_is_not_posted_to_in_the_clear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: real("93.184.216.34", *rest, **more))
+    with pytest.raises(UnreachableError, match="can be read"):
+        posting.post("http://ci.example/", body=b"{}", headers={}, networks=HERE, seconds=2)
+
+
+@pytest.mark.parametrize("url", ["https://example.com/hook?a=b", "https://example.com:8080", "https://93.184.216.34/"])
 def test_a_url_of_the_public_internet_is_taken(url: str) -> None:
     posting.check_url(url, ())
 
