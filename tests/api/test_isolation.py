@@ -122,6 +122,9 @@ def side(live: Live, folder: Any) -> Iterator[Side]:
         for path, content in MODEL.items():
             (base / path.partition("/")[2]).write_bytes(content)
         body = {"kind": "finetune", "model": {"base": base.name}, "data": {"train": [driving.upload(http)["id"]]}}
+        announced = {"bytes": 5, "filename": "a.txt", "purpose": "pretrain"}
+        upload = http.post("/v1/uploads", json=announced).json()["id"]
+        http.post(f"/v1/uploads/{upload}/parts", files={"data": ("a.txt", b"text\n")})
         job = http.post("/v1/jobs", json=body).json()["id"]
         fence = driving.run(live.services, job)
         driving.publish(live.services, job, folder, MODEL)
@@ -231,8 +234,8 @@ def texts(body: Any, schema: dict[str, Any], page: dict[str, Any], here: Where =
         if "$ref" in schema:
             whole = page["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
             for name, part in whole.get("properties", {}).items():
-                if name not in body and _takes_text(part, page):
-                    yield (*here, name)
+                if not body.get(name) and _takes_text(part, page):
+                    yield (*here, name, 0) if _is_list(part) else (*here, name)
     elif isinstance(body, list):
         for index, value in enumerate(body):
             yield from texts(value, {}, page, (*here, index))
@@ -250,10 +253,16 @@ def _takes_text(schema: dict[str, Any], page: dict[str, Any]) -> bool:
     return schema.get("type") == "string" and "enum" not in schema and "const" not in schema
 
 
+def _is_list(schema: dict[str, Any]) -> bool:
+    return any(branch.get("type") == "array" for branch in schema.get("anyOf", [schema]))
+
+
 def put(body: Any, where: Where, value: str) -> Any:
     changed = json.loads(json.dumps(body))
     inside = changed
     for part in where[:-1]:
+        if isinstance(inside, dict) and not inside.get(part):
+            inside[part] = [None]
         inside = inside[part]
     inside[where[-1]] = value
     return changed
@@ -364,20 +373,21 @@ def test_no_body_tells_another_projects_id_from_one_that_is_not_there(
     known: dict[tuple[str, ...], set[Kinds]],
 ) -> None:
     differences, asked = [], 0
-    # What has no route of its own is never named either.
-    named = [
-        ours.ids[kind] for kind in sorted({kind for reached in known.values() for kinds in reached for kind in kinds})
-    ]
+    # What has no route of its own is never named either, but for parts.
+    kinds_named = {kind for reached in known.values() for kinds in reached for kind in kinds} | {"upload_parts"}
+    named = [ours.ids[kind] for kind in sorted(kinds_named)]
     for operation in operations:
         body = operation.body()
-        if not isinstance(body, dict) or operation.path_names:
+        # Of a thing of one's own, whichever kinds lead to one.
+        fillings = sorted(known.get(tuple(operation.path_names), ())) if operation.path_names else [()]
+        urls = [operation.url(tuple(stranger.ids[kind] for kind in kinds)) for kinds in fillings]
+        if not isinstance(body, dict):
             continue
         schema = operation.spoken["requestBody"]["content"][JSON_BODY]["schema"]
-        for where in texts(body, schema, page):
+        for url, where in product(urls, texts(body, schema, page)):
             for id_ in named:
                 asked += 1
-                sent = put(body, where, id_)
-                found = same(stranger.http, id_, operation.method, operation.path, json=sent)
+                found = same(stranger.http, id_, operation.method, url, json=put(body, where, id_))
                 if found is TAKEN:
                     break  # It may be any text.
                 differences += [found] if found else []
