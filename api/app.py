@@ -65,6 +65,8 @@ UPLOADS: tuple[tuple[re.Pattern[str], Callable[[Settings], int]], ...] = (
     (re.compile(rf"{uploads.PATH}/[^/]+/parts"), lambda settings: min(PART_BYTES, settings.max_file_bytes)),
 )
 """The paths that a file may be sent to, and how large one."""
+NO_GUESSING = {"x-content-type-options": "nosniff"}
+"""What others wrote, such as a log, is no page of ours, whatever a browser thinks that it looks like."""
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 """That a route may take. HEAD is GET without a body."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -156,7 +158,7 @@ class Around:
                 if status >= HTTPStatus.INTERNAL_SERVER_ERROR and around.first_try is not None:
                     scope["app"].state.failed_tries.note(around.first_try)
                 headers = MutableHeaders(scope=message)
-                headers.update({"x-request-id": around.request_id} | around.headers)
+                headers.update({"x-request-id": around.request_id} | NO_GUESSING | around.headers)
                 if status == HTTPStatus.METHOD_NOT_ALLOWED:
                     headers["allow"] = ", ".join(_taken(scope))
             await send(message)

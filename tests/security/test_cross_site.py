@@ -83,6 +83,28 @@ def test_a_key_opens_nothing_where_a_browser_would_put_it_by_itself(live, key: s
         envelope(http.request(method, "/v1/jobs", **sent), 401)
 
 
+PAGE = b"<!doctype html><script>fetch('/v1/jobs')</script>"
+
+
+def test_what_others_wrote_is_no_page_that_a_browser_shows(live, http) -> None:
+    """A page of our origin would be let in by the cookie, and could read whatever that opens."""
+    file = driving.upload(http, PAGE, "report.html", purpose="user_data")["id"]
+    job = driving.submit(http)["id"]
+    logs = live.services.settings.runs / job / "1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rank-0.log").write_bytes(PAGE)
+    content, log = http.get(f"/v1/files/{file}/content"), http.get(f"/v1/jobs/{job}/logs")
+    assert content.content == log.content == PAGE
+    assert content.headers["content-disposition"].startswith("attachment;")
+    assert log.headers["content-type"].startswith("text/plain")
+    others = [http.get(path.replace("{", "<b>").replace("}", "</b>")) for method, path in spec_paths(http)
+              if method == "GET" and not path.endswith("/stream")]  # fmt: skip
+    assert len(others) > 20
+    for answer in (content, log, *others, http.get("/<script>x</script>"), http.get("/docs/assets/favicon.png")):
+        assert answer.headers["x-content-type-options"] == "nosniff", answer.url
+        assert "html" not in answer.headers["content-type"], answer.url
+
+
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 def test_what_a_form_can_send_without_asking_changes_nothing(live, http, content_type: str) -> None:
     job = driving.submit(http)["id"]
