@@ -2,7 +2,8 @@
 
 In go requests (`engine.batching.Request`) and `{"cancel": id}`. Out come `{"ready": true}` once the model is loaded,
 and of each request lines with its `id`: `choices` that go on where they were, the last line with `usage`, or an
-`error`. Requests are answered together, and their lines come as they come.
+`error`. Requests are answered together, and their lines come as they come. One that is given up is told `cancelled`:
+who hears nothing of that for long knows that this process hangs.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def serve(folder: Path, reader: TextIO, writer: TextIO, *, device: torch.device)
             for line in heard(inbox, wait=is_open and not batcher.is_busy):
                 if line is None:
                     is_open = False
-                elif line.strip() and (refused := obey(batcher, line)) is not None:
-                    say(refused)
+                elif line.strip() and (said := obey(batcher, line)) is not None:
+                    say(said)
             batcher.step()
 
 
@@ -88,14 +89,14 @@ def heard(inbox: SimpleQueue[str | None], *, wait: bool) -> Iterator[str | None]
 
 
 def obey(batcher: Batcher, line: str) -> dict[str, Any] | None:
-    """Take a request, or give one up; a line that says why not."""
+    """Take a request, or give one up; a line that says so of the latter, or why not."""
     identity = None
     try:
         order = json.loads(line)
         if isinstance(order, dict):
             if "cancel" in order:
                 batcher.cancel(str(order["cancel"]))
-                return None
+                return {"id": order["cancel"], "cancelled": True}
             identity = order.get("id")
         batcher.admit(Request.model_validate(order))
     except ValidationError as error:

@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Condition, Lock, Thread
@@ -25,6 +26,8 @@ SERVE = (sys.executable, "-m", "engine", "serve")
 MODELS_LOADED = 2
 LOAD_SECONDS = 120.0
 """How long a model may take to load, whatever the request's own deadline: the next request finds it loaded."""
+HANGS_SECONDS = 120.0
+"""A model that has not let go of a request for so long hangs: its tokenizer may take for ever over a text."""
 LOOK_SECONDS = 0.5
 """How often it is looked whether an answer is still wanted, while the model says nothing."""
 
@@ -47,6 +50,8 @@ class Resident:
         self._lock = Lock()
         self._inboxes: dict[str, SimpleQueue[Line | None]] = {}
         """By request; None says that the process has ended."""
+        self._given_up: dict[str, float] = {}
+        """When each request was given up of which the model has not said that it heard of that."""
         self._first: SimpleQueue[Line | None] = SimpleQueue()
         self._ended = False
         self._process = subprocess.Popen(
@@ -63,6 +68,11 @@ class Resident:
     @property
     def lives(self) -> bool:
         return not self._ended and self._process.poll() is None
+
+    @property
+    def hangs(self) -> bool:
+        with self._lock:
+            return min(self._given_up.values(), default=inf) + HANGS_SECONDS < monotonic()
 
     def lines(self, request: Line, *, deadline: float, is_wanted: Callable[[], bool] = lambda: True) -> Generator[Line]:
         """What the model says of the request, until that is all. A request that is left earlier is given up there too.
@@ -87,6 +97,8 @@ class Resident:
         finally:
             with self._lock:
                 del self._inboxes[id_]
+                if not done:
+                    self._given_up[id_] = monotonic()
             if not done:
                 with suppress(Failed):
                     self._write({"cancel": id_})
@@ -131,6 +143,8 @@ class Resident:
                     ready = True
                     continue
                 with self._lock:
+                    if "cancelled" in line:
+                        self._given_up.pop(line["id"], None)
                     inbox = self._inboxes.get(line["id"])
                 if inbox is not None:
                     inbox.put(line)
@@ -202,11 +216,18 @@ class Residents:
             yield from resident.lines(request, deadline=deadline, is_wanted=is_wanted)
 
     def let_go(self, is_gone: Callable[[str], bool]) -> None:
-        """Forget those that are gone for good, with their files, unless a request is under way: that is the last."""
+        """Forget those that are gone for good, with their files, unless a request is under way: that is the last.
+
+        One that hangs goes too: it would keep its cores busy, and let everybody who asks it wait.
+        """
         with self._changed:
             idle = [model for model, place in self._places.items() if not place.users]
+            hanging = [model for model in idle if (there := self._places[model].resident) and there.hangs]
+            for model in hanging:
+                self._places.pop(model).clear()
+                log.warning("model ended, as it hung", model=model)
         # Whoever is asked may take long.
-        for model in filter(is_gone, idle):
+        for model in filter(is_gone, set(idle) - set(hanging)):
             with self._changed:
                 if (place := self._places.get(model)) is not None and not place.users:
                     self._places.pop(model).clear()
@@ -254,7 +275,7 @@ class Residents:
         if not place.loading.acquire(timeout=max(0.0, deadline - monotonic())):
             raise Failed("the model took too long to load; ask again later", code="timeout")
         try:
-            if place.resident is None or not place.resident.lives:
+            if place.resident is None or not place.resident.lives or place.resident.hangs:
                 place.clear()
                 place.resident = self._load(model)
             return place.resident

@@ -22,6 +22,7 @@ def main() -> None:
         request = json.loads(line)
         if "cancel" in request:
             cancelled.append(request["cancel"])
+            say({"id": request["cancel"], "cancelled": True})
             continue
         match request["prompt"]:
             case "die":

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
+from psutil import pid_exists
 
 from workers.residents import Failed, Residents
 
@@ -133,6 +134,38 @@ def test_an_answer_that_takes_too_long_is_given_up_and_the_model_told(residents:
         ask(residents, "a", "late", "wait", deadline=monotonic() + 0.5)
     assert caught.value.code == "timeout"
     assert ask(residents, "a", "1", "who was cancelled?") == "late"
+
+
+@pytest.fixture
+def hanging(residents: Residents, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The process of a model that was given a text that it takes for ever over, which nobody waits for any more."""
+    process = process_of(ask(residents, "a", "0"))
+    with pytest.raises(Failed, match="nobody waits"):
+        ask(residents, "a", "1", "sleep", is_wanted=lambda: False)
+    monkeypatch.setattr("workers.residents.HANGS_SECONDS", 0.0)
+    return process
+
+
+def test_a_model_that_hangs_is_started_anew_for_the_next(residents: Residents, hanging: str) -> None:
+    assert process_of(ask(residents, "a", "2")) != hanging
+
+
+def test_a_model_that_hangs_is_ended_though_nobody_asks_it(residents: Residents, hanging: str) -> None:
+    assert pid_exists(int(hanging))
+    residents.let_go(lambda model: False)
+    assert not pid_exists(int(hanging))
+
+
+def test_a_model_that_hears_what_is_given_up_does_not_hang(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = process_of(ask(residents, "a", "0"))
+    with pytest.raises(Failed, match="nobody waits"):
+        ask(residents, "a", "1", "wait", is_wanted=lambda: False)
+    assert ask(residents, "a", "2", "who was cancelled?") == "1"
+    monkeypatch.setattr("workers.residents.HANGS_SECONDS", 0.0)
+    residents.let_go(lambda model: False)
+    assert process_of(ask(residents, "a", "3")) == process
 
 
 def test_an_answer_that_nobody_wants_is_given_up_and_the_model_told(residents: Residents) -> None:
