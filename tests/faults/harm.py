@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import cycle
 from pathlib import Path
 from threading import Event
 from typing import Literal
@@ -264,7 +265,7 @@ def starved_rank(job: Watched) -> None:
 
 
 def power_cut(job: Watched) -> None:
-    """Everything ends at once, and each file loses its second half, but those that the disk was made to keep.
+    """Everything ends at once, and each file loses a part or all of it, but those that the disk was made to keep.
 
     A server of the database loses its processes; what it keeps on its disk is its own business.
     """
@@ -276,9 +277,10 @@ def power_cut(job: Watched) -> None:
     for part in parts.values():
         part.wait()
     kept = stack.settings.data_dir / "storage"
-    for path in stack.settings.data_dir.rglob("*"):
-        if path.is_file() and not path.is_relative_to(kept) and not path.name.startswith("trainshed.db"):
-            os.truncate(path, path.stat().st_size // 2)
+    files = (path for path in sorted(stack.settings.data_dir.rglob("*")) if path.is_file())
+    lost = (path for path in files if not path.is_relative_to(kept) and not path.name.startswith("trainshed.db"))
+    for path, cut in zip(lost, cycle(CUTS), strict=False):
+        cut(path)
     if stack.postgresql is not None:
         stack.postgresql.stop(signal.SIGKILL)
         stack.postgresql.start()
@@ -286,6 +288,29 @@ def power_cut(job: Watched) -> None:
     kill(stack.brokers())
     for name in parts:
         stack.start(name)
+
+
+def halved(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def a_byte_short(path: Path) -> None:
+    os.truncate(path, max(0, path.stat().st_size - 1))
+
+
+def ending_in_zeros(path: Path) -> None:
+    """As a file system leaves it that had kept the length, and not yet what was there."""
+    size = path.stat().st_size
+    halved(path)
+    os.truncate(path, size)
+
+
+CUTS = (halved, emptied, a_byte_short, ending_in_zeros)
+"""What a loss of power does to a file that the disk was not told to keep."""
 
 
 def filled(place: str, until: Callable[[Watched], object], *, slowly: bool = False) -> Harm:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import httpx
 import pytest
 
+from api.client import Client
 from core.states import JobState
 from tests.faults import harm
 from tests.faults.drills import DATABASES, DRILLS, FALLING, PERHAPS, SHORT, Drill, is_lost
 from tests.faults.watched import Watched, result
-from tests.stack import ADMIN_KEY, TEXT, Stack
+from tests.stack import ADMIN_KEY, TEXT, Stack, kill
 
 pytestmark = pytest.mark.timeout(900)
 """On a crowded host a start alone may take a minute, and some drills need four; what hangs is told by `Stack.until`."""
@@ -152,22 +154,53 @@ def test_an_upload_that_finds_no_room_is_refused_and_leaves_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize("part", ["valkey", "upkeep", "node"])
+@pytest.mark.parametrize("part", ["valkey", "upkeep", "node", "worker"])
 def test_a_job_that_is_submitted_while_something_is_down_runs_once_it_is_up(
     stack_on: Callable[[str], Stack], kind: str, part: str
 ) -> None:
     stack = stack_on(kind)
-    if part == "valkey":
-        for broker in stack.brokers():
-            broker.kill()
-    else:
+    if part in harm.PARTS:
         stack.parts[part].kill()
         stack.parts.pop(part).wait()
+    else:
+        # Whoever keeps these up starts them again.
+        kill(stack.until({"valkey": stack.brokers, "worker": stack.workers}[part], f"a {part} to kill"))
     job = Watched(stack, steps=20, checkpoint_every=EVERY)
     assert stack.job(job.id).state in {JobState.QUEUED, JobState.STARTING}
-    if part != "valkey":
+    if part in harm.PARTS:
         stack.start(part)
     job.assert_whole()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLAIN)
+def test_who_submits_and_listens_while_the_api_is_killed_makes_one_job_and_hears_each_event_once(
+    stack_on: Callable[[str], Stack], kind: str
+) -> None:
+    stack = stack_on(kind)
+    spec = stack.spec(steps=STEPS, checkpoint_every=EVERY, ranks=1)
+    heard: list[str] = []
+    with Client(stack.url, ADMIN_KEY, patience=120) as client, ThreadPoolExecutor(1) as aside:
+        before = {each["id"] for each in client.jobs()}
+        stack.parts["api"].kill()
+        submitted = aside.submit(client.submit, spec)
+        stack.parts.pop("api").wait()
+        stack.start("api")
+        job = submitted.result(timeout=120)["id"]
+
+        def listen() -> None:
+            heard.extend(event.id for event in client.follow(job))
+
+        listening = aside.submit(listen)
+        for step in (STEPS // 8, STEPS // 4, STEPS // 2):
+            stack.until_step(job, step)
+            stack.fell("api")
+        stack.until_state(job, JobState.SUCCEEDED)
+        listening.result(timeout=120)
+        assert {each["id"] for each in client.jobs()} - before == {job}
+        last = stack.job(job).last_event
+    assert heard == [*map(str, range(1, last + 1)), f"{last}-done"]
+    stack.assert_each_step_once(job, STEPS)
 
 
 @pytest.mark.slow
