@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -75,6 +75,8 @@ class FileFacts:
     """Of a file of ids; of others nobody knows before a base reads them."""
     max_id: int | None = None
     """The largest id of a file of ids."""
+    longest: Mapping[str, int] | None = None
+    """`line` and `tokens` of the longest document of a file of ids; None where nobody counted."""
     masked: bool = False
     """A file of ids says which of them are learned."""
 
@@ -202,6 +204,7 @@ def facts(session: Session, owner: Account, file_id: str, *, param: str | None =
         container=report.get("container"),
         tokens=report.get("tokens"),
         max_id=report.get("max_id"),
+        longest=report.get("longest"),
         masked=report.get("masked", False),
     )
 

@@ -35,7 +35,7 @@ from engine.config import (
     TokenizerSource,
     Training,
 )
-from engine.data.format import Format
+from engine.data.format import Format, ways_out
 from engine.plan import budget, memory, search
 from engine.plan.flops import model_flops
 from engine.plan.memory import Memory
@@ -146,17 +146,21 @@ def resolve(
         _refuse("data.template", "a template shows conversations to a base, and there is none here; leave it out")
     lora = _lora(spec, method, shape)
     seq_len = _seq_len(spec, shape, data_format)
+    if objective != "pretrain" and spec.data.overlong == "error":
+        _check_lengths(spec, files, shape, seq_len)
     precision = spec.training.precision or ("bf16" if cluster.device == "cuda" else "fp32")
     wished = _recompute(spec)
     packed = _is_packed(spec, files, data_format)
     usual = wished or Recompute(operations=search.cheap(shape))
-    rows = _rows(spec, files, data_format, seq_len, bytes_only=tokenizer.type == "bytes")
+    is_cut = objective == "pretrain"
+    rows = _rows(spec, files, seq_len, is_cut=is_cut, bytes_only=tokenizer.type == "bytes")
     choice = _Choice(spec, shape, lora, seq_len, precision, usual, cluster, packed, objective == "dpo")
     parallel, global_batch, micro_batch, recompute = choice.laid_out(wished)
     # A step has no more rows than there are. How many, where several examples share one, shows once they are tokenised.
     batch = min(global_batch, rows)
     length = _length(spec.training, method, batch=batch, seq_len=seq_len)
-    steps = length.get("steps") or max(1, ceil(rows * length["epochs"] / batch))
+    # As the engine counts them: 1.1 epochs of 100 rows are 110 rows, and 110.00000000000001 to a float.
+    steps = length.get("steps") or max(1, ceil(rows * length["epochs"] / batch - 1e-9))
     try:
         run = RunConfig(
             model=None if base else shape,
@@ -397,6 +401,18 @@ def _seq_len(spec: JobSpec, shape: ModelShape, data_format: Format) -> int:
             "data.seq_len", f"seq_len={asked} is longer than the model's {shape.max_seq_len} tokens; use at most that"
         )
     return asked or usual_seq_len(shape.max_seq_len, data_format)
+
+
+def _check_lengths(spec: JobSpec, files: Mapping[str, FileFacts], shape: ModelShape, seq_len: int) -> None:
+    """Of ids the lengths are known; how long other examples are shows once the base's tokenizer has read them."""
+    for param, id_ in spec.examples():
+        longest = files[id_].longest
+        if longest is not None and longest["tokens"] > seq_len + 1:
+            _refuse(
+                param,
+                f"the document {longest['line']} of {id_} has {longest['tokens']} ids, and a row of "
+                f"data.seq_len={seq_len} takes {seq_len + 1}; {ways_out(longest['tokens'], shape.max_seq_len)}",
+            )
 
 
 def usual_seq_len(most: int, data_format: Format) -> int:
@@ -682,14 +698,28 @@ def _is_packed(spec: JobSpec, files: Mapping[str, FileFacts], data_format: Forma
     return data_format == "preference" or (spec.data.packing and documents > 1)
 
 
-def _rows(spec: JobSpec, files: Mapping[str, FileFacts], data_format: str, seq_len: int, *, bytes_only: bool) -> int:
-    """About how many rows the training files fill."""
+def _rows(spec: JobSpec, files: Mapping[str, FileFacts], seq_len: int, *, is_cut: bool, bytes_only: bool) -> int:
+    """About how many rows the training files fill, and exactly where each example has its own.
+
+    `is_cut`: they are one stream, cut into rows.
+    """
     used = [files[id_] for id_ in spec.data.train]
     of_a_token = 1 if bytes_only else CHARACTERS_IN_A_TOKEN
     tokens = sum(file.characters / of_a_token if file.tokens is None else file.tokens for file in used)
-    rows = ceil(tokens / seq_len) if spec.data.packing or data_format == "text" else sum(file.examples for file in used)
-    held_out = spec.data.validation if isinstance(spec.data.validation, float) else 0.0
-    return max(1, round(rows * (1 - held_out)))
+    rows = max(1, ceil(tokens / seq_len))
+    examples = sum(file.examples for file in used)
+    if is_cut:
+        # Unless they are packed, each document begins a row.
+        rows = rows if spec.data.packing else max(rows, examples)
+        return rows - _held(rows, spec.data.validation)
+    # Each example stands whole in a row: there are no more rows than examples, and these are what is held out.
+    left = examples - _held(examples, spec.data.validation)
+    return max(1, min(left, round(rows * left / examples))) if spec.data.packing else left
+
+
+def _held(count: int, wish: str | float | None) -> int:
+    """Of so many, those that are held out; one at least is trained on."""
+    return min(count - 1, max(1, round(count * wish))) if isinstance(wish, float) else 0
 
 
 def _training(

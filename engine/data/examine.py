@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from engine.counting import counted
 from engine.data.chat import Encoded
-from engine.data.format import Choice, Example, Format, InvalidData, Text, examples
-from engine.data.judging import Fate, judge, ways_out
+from engine.data.format import Choice, Example, Format, InvalidData, Text, examples, ways_out
+from engine.data.judging import Fate, judge
 from engine.data.packing import cut, pack
 from engine.data.texts import encoded_pieces
 from engine.tokenizer import Tokenizer

@@ -49,6 +49,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from engine.counting import counted
+
 Format = Literal["text", "chat", "completion", "preference", "choice", "tokens"]
 MAX_LINE_BYTES = 16 * 2**20
 MAX_ERRORS = 100
@@ -128,6 +130,15 @@ class InvalidData(ValueError):
         shown = "; ".join(str(finding) for finding in self.findings[:5])
         more = f"; and {len(self.findings) - 5} more" if len(self.findings) > 5 else ""
         super().__init__(f"{prefix}{shown}{more}")
+
+
+def ways_out(longest: int, most: int | None, *, may_be_cut: bool = True) -> str:
+    """What to set where examples are longer than a row, the longest of `longest` ids, of a model that takes `most`."""
+    cut = 'data.overlong to "drop" or "truncate"' if may_be_cut else None
+    longer = f"data.seq_len to {longest - 1}" if most is None or longest - 1 <= most else None
+    if ways := " or ".join(filter(None, (longer, cut))):
+        return f"set {ways}" + ("" if longer else f", as the model takes {counted(most or 0, 'token')} at most")
+    return f"shorten them, as the model takes {counted(most or 0, 'token')} at most"
 
 
 @dataclass(frozen=True, slots=True)

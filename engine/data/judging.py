@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.counting import counted
 from engine.data.chat import Encoded, encode_chat, encode_choice, encode_completion, encode_preference
 from engine.data.format import Chat, Choice, Completion, Preference
 from engine.data.tokens import Ids
@@ -76,12 +75,3 @@ def _fitted(parts: Sequence[Encoded], capacity: int) -> tuple[Encoded, ...]:
         fitted[at] = Encoded(parts[at].ids[:share], parts[at].trained[:share])
         left -= share
     return tuple(fitted[at] for at in range(len(parts)))
-
-
-def ways_out(longest: int, most: int | None, *, may_be_cut: bool = True) -> str:
-    """What to set where examples are longer than a row, the longest of `longest` ids, of a model that takes `most`."""
-    cut = 'data.overlong to "drop" or "truncate"' if may_be_cut else None
-    longer = f"data.seq_len to {longest - 1}" if most is None or longest - 1 <= most else None
-    if ways := " or ".join(filter(None, (longer, cut))):
-        return f"set {ways}" + ("" if longer else f", as the model takes {counted(most or 0, 'token')} at most")
-    return f"shorten them, as the model takes {counted(most or 0, 'token')} at most"

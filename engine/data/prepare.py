@@ -27,8 +27,9 @@ from engine.data.format import (
     examples,
     read_chunks,
     validate,
+    ways_out,
 )
-from engine.data.judging import judge, ways_out
+from engine.data.judging import judge
 from engine.data.packing import cut, pack
 from engine.data.questions import Notebook, Questions, opened
 from engine.data.rows import Array, Rows, Store

@@ -68,6 +68,8 @@ class Facts:
     examples: int = 0
     tokens: int = 0
     max_id: int = -1
+    longest: tuple[int, int] = (0, 0)
+    """Number of the first of the longest documents, and its ids."""
     masked: bool = False
     """It says which ids are learned."""
     errors: list[Finding] = field(default_factory=list)
@@ -83,6 +85,7 @@ class Facts:
             "characters": 0,
             "tokens": self.tokens,
             "max_id": self.max_id,
+            "longest": {"line": self.longest[0], "tokens": self.longest[1]},
             "masked": self.masked,
             "empty_lines": 0,
             "errors": [finding.to_dict() for finding in self.errors],
@@ -109,6 +112,8 @@ def inspect(file: BinaryIO, *, max_errors: int = MAX_ERRORS) -> Facts:
         facts.examples += 1
         facts.tokens += len(found.ids)
         facts.max_id = max(facts.max_id, int(found.ids.max()) if len(found.ids) else -1)
+        if len(found.ids) > facts.longest[1]:
+            facts.longest = (found.line, len(found.ids))
         if len(found.ids) < 2 and len(facts.warnings) < MAX_WARNINGS:
             facts.warnings.append(
                 Finding(found.line, "fewer than two ids, of which none follows another; it is left out")

@@ -238,6 +238,7 @@ def test_files_of_ids_are_judged_and_trained_on(http, content, container):
     report = http.get(f"/v1/files/{file}/report").json()
     assert (report["format"], report["container"], report["examples"], report["tokens"]) == ("tokens", container, 2, 5)
     assert (report["max_id"], report["masked"], report["errors"]) == (259, False, [])
+    assert report["longest"] == {"line": 2, "tokens": 3}
     assert http.get(f"/v1/files/{file}/content").content == content
     answer = http.post("/v1/jobs", json=driving.spec(file) | {"tokenizer": {"type": "bytes"}})
     assert answer.status_code == 201, answer.text

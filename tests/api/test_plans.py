@@ -8,6 +8,7 @@ from core import nodes
 from core.models import Model, Node
 from engine.plan.cluster import Device, Link, as_facts
 from tests.api import driving
+from tests.api.test_files import parquet
 from tests.api.test_models import MODEL
 from tests.api.test_requests import envelope
 
@@ -74,6 +75,24 @@ def test_what_cannot_run_is_refused_in_the_words_of_a_submit(http, change):
     planned, submitted = http.post("/v1/plans", json=body), http.post("/v1/jobs", json=body)
     assert planned.status_code == submitted.status_code >= 400
     assert planned.json() == submitted.json()
+
+
+def test_a_document_of_ids_longer_than_a_row_is_refused_by_plan_and_submit_alike(live, http):
+    folder = live.services.settings.models / "of-short-rows"
+    folder.mkdir(parents=True)
+    for path, content in MODEL.items():
+        (folder / path.partition("/")[2]).write_bytes(content)
+    ids = [[1, 2], [3] * 18, [4] * 18]
+    file = driving.upload(http, parquet(input_ids=ids, loss_mask=[[1] * len(each) for each in ids]), "ids")["id"]
+    body = {"kind": "finetune", "model": {"base": folder.name}, "data": {"train": [file], "seq_len": 16}}
+    planned, submitted = (http.post(path, json=body) for path in ("/v1/plans", "/v1/jobs"))
+    error = envelope(planned, 400)
+    assert error == envelope(submitted, 400)
+    assert error["param"] == "data.train.0"
+    assert f"document 2 of {file} has 18 ids" in error["message"]
+    body["data"] |= {"seq_len": 17}
+    assert http.post("/v1/plans", json=body).status_code == 200
+    shutil.rmtree(folder)
 
 
 def test_a_plan_says_what_the_job_would_wait_for(live, http):

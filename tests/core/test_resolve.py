@@ -17,11 +17,13 @@ from core.files import FileFacts
 from core.resolve import BaseFacts, ClusterFacts, Resolution, resolve
 from core.spec import JobSpec
 from engine.config import RunConfig
+from engine.events import Started
 from engine.plan import budget, memory
 from engine.plan.cluster import Device, Link, as_facts
 from engine.plan.recompute import Setting, cost
 from engine.plan.search import as_recompute
 from tests import make
+from tests.engine.train import runs
 
 
 def upload(name: str, format: Any, *, plain: bool = False, vocab_size: int | None = None) -> FileFacts:
@@ -49,6 +51,14 @@ UPLOADS = [
     replace(upload("two", "chat"), examples=2),
     replace(upload("ids", "tokens"), container="parquet", tokens=6400, max_id=259),
     replace(upload("masked", "tokens"), container="megatron", tokens=6400, max_id=259, masked=True),
+    replace(
+        upload("long", "tokens"),
+        container="parquet",
+        tokens=6400,
+        max_id=259,
+        masked=True,
+        longest={"line": 7, "tokens": 66},
+    ),
     replace(upload("foreign", "tokens"), container="parquet", tokens=6400, max_id=260),
     upload("tokenizer", None, vocab_size=1000),
     upload("notes", None),
@@ -386,6 +396,66 @@ def test_a_step_of_fewer_rows_than_the_batch_is_planned_as_the_rows_there_are() 
     assert plan["flops_per_step"] == alone["flops_per_step"]
     tokens = resolved(FINETUNE, data=few["data"], training={"tokens": 10 * 128})
     assert tokens.run.training.steps == 10
+
+
+@pytest.mark.parametrize(
+    ("data", "training", "rows", "steps"),
+    [
+        # By hand: 5 % of two examples is none, but one is held out at least; and of many, a twentieth.
+        pytest.param({"train": ["file-two"], "validation": 0.05, "packing": False}, {"epochs": 3}, 1, 3, id="of two"),
+        pytest.param(
+            {"train": ["file-chat"], "validation": 0.05, "packing": False}, {"epochs": 3}, 95, 18, id="of a hundred"
+        ),
+        # 100 rows 1.1 times are 11 steps of 10, which floats make 110.00000000000001 rows.
+        pytest.param(
+            {"train": ["file-chat"], "packing": False},
+            {"epochs": 1.1, "global_batch": 10},
+            100,
+            11,
+            id="part of an epoch",
+        ),
+        # A thousand tokens would fill eight rows of 128, but an example is never in two.
+        pytest.param({"train": ["file-two"]}, {"epochs": 3}, 2, 3, id="packed"),
+        pytest.param({"train": ["file-two"]}, {"epochs": 3, "global_batch": 32}, 2, 3, id="a larger batch asked for"),
+    ],
+)
+def test_rows_are_counted_as_the_engine_counts_them(data: Any, training: Any, rows: int, steps: int) -> None:
+    plan = resolved(FINETUNE, data=data, training=training).plan
+    assert (plan["estimated_rows"], plan["estimated_steps"]) == (rows, steps)
+
+
+@pytest.mark.parametrize("kind", [runs.COMPLETION, runs.PREFERENCE], ids=["answers", "pairs"])
+@pytest.mark.parametrize(
+    ("share", "training"),
+    [
+        (None, {"epochs": 3, "global_batch": 32}),
+        (0.05, {"epochs": 2, "global_batch": 16}),
+        (0.3, {"epochs": 1.5, "global_batch": 4, "micro_batch": 2}),
+    ],
+)
+def test_the_engine_begins_with_the_rows_and_steps_that_were_planned(
+    tmp_path: Path, kind: dict[str, Any], share: float | None, training: dict[str, Any]
+) -> None:
+    data = {"packing": False, "validation": share, "seq_len": 32}
+    run = runs.config(**kind | {"data": kind["data"] | data}, training={"steps": None, **training})
+    started = next(event for event in runs.events_of(tmp_path, run) if isinstance(event, Started))
+    # The nine examples that the run has.
+    nine = replace(FILES["file-pairs"], id="file-nine", examples=9, format=kind["data"]["format"])
+    spec = JobSpec.model_validate(FINETUNE | {"data": {"train": [nine.id], **data}, "training": training})
+    plan = resolve(spec, base=BASE, files={nine.id: nine}, cluster=ClusterFacts(largest_node=4)).plan
+    assert (plan["estimated_rows"], plan["estimated_steps"]) == (started.train_rows, started.total_steps)
+
+
+def test_documents_of_ids_that_are_longer_than_a_row_are_refused_unless_a_job_says_what_becomes_of_them() -> None:
+    long = {"train": ["file-long"], "seq_len": 64}
+    with pytest.raises(InvalidSpec) as refused:
+        resolved(FINETUNE, data={"train": ["file-masked", "file-long"], "seq_len": 64})
+    assert refused.value.param == "data.train.1"
+    assert "document 7 of file-long has 66 ids" in refused.value.message
+    assert "set data.seq_len to 65 or data.overlong" in refused.value.message
+    # A row of n has n + 1 ids, as each but the first is predicted.
+    for data in (long | {"seq_len": 65}, long | {"overlong": "drop"}, long | {"overlong": "truncate"}):
+        assert resolved(FINETUNE, data=data).run.objective == "sft"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
