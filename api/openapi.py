@@ -16,6 +16,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from api.examples import BODIES
+
 VERSION = version("trainshed")
 SUMMARY = "Training as a service, on your own machines."
 DESCRIPTION = """\
@@ -56,8 +58,10 @@ def document(app: FastAPI) -> dict[str, Any]:
         tags=app.openapi_tags,
         routes=app.routes,
     )
-    for path in page["paths"].values():
-        for operation in path.values():
+    for name, path in page["paths"].items():
+        for method, operation in path.items():
+            if (body := BODIES.get(f"{method.upper()} {name}")) is not None:
+                operation["requestBody"]["content"]["application/json"]["example"] = body
             operation["responses"].pop("422", None)
             _errors_are_json(operation["responses"])
             operation.update(_told(operation["description"]))
