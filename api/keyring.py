@@ -64,6 +64,10 @@ class Keyring:
             if not held.answers and self._held.get(by) is held:
                 del self._held[by]
 
+    def answers(self, key_id: str) -> int:
+        """How many long answers to this key are on their way."""
+        return sum(held.answers for (by, _), held in self._held.items() if by == key_id)
+
     async def closes(self, key_id: str) -> NoReturn:
         """Raise InvalidKey soon after the key was closed."""
         with self.holding(key_id) as closed:

@@ -24,6 +24,7 @@ from api.keyring import Keyring
 from api.schemas import EventOut
 from api.shown import shown
 from core import events
+from core.errors import TooManyRequests
 from core.models import Job, JobEvent
 from core.services import Services
 from core.states import TERMINAL
@@ -175,6 +176,10 @@ class Look:
     done: bytes | None
 
 
+STREAMS_OF_A_KEY = 1000
+"""Of one process; others of its keys have room beside them."""
+
+
 class Streams:
     """The readers of this process."""
 
@@ -186,6 +191,11 @@ class Streams:
         self.closed = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
         self.keyring = Keyring(services, self.spawn, self._wake_all)
+
+    def require_room(self, key_id: str) -> None:
+        """Raise TooManyRequests where this key has as many streams open as one may: each is a connection of ours."""
+        if self.keyring.answers(key_id) >= STREAMS_OF_A_KEY:
+            raise TooManyRequests(f"This key has {STREAMS_OF_A_KEY} streams open here; close some of them first.")
 
     async def listen(
         self, job_id: str, *, after: int, key_id: str, visit_id: str | None = None

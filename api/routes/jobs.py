@@ -210,6 +210,7 @@ async def stream(
     if knows_an_end and job.state in TERMINAL and job.last_event == start:
         return Response(status_code=204)
     streams: sse.Streams = request.app.state.streams
+    streams.require_room(owner.key_id)
     return sse.EventStream(streams.listen(job.id, after=start, key_id=owner.key_id, visit_id=owner.visit_id))
 
 

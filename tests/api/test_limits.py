@@ -1,13 +1,14 @@
 """What a key or a project may not do any more is refused in words, with what a client needs to go on later."""
 
 import threading
+from contextlib import ExitStack
 
 import pytest
 
-from api import keyring
+from api import keyring, sse
 from core.services import Services
 from tests.api import driving
-from tests.api.conftest import DEADLINE_SECONDS, Live, running
+from tests.api.conftest import DEADLINE_SECONDS, Live, running, wait_for
 from tests.api.test_requests import envelope
 
 
@@ -72,6 +73,30 @@ def test_a_key_that_asks_too_often_is_told_when_it_may_again_and_streams_and_hea
         assert 1 <= int(refused.headers["retry-after"]) <= 30
         assert refused.headers["x-ratelimit-reset-requests"].endswith("s")
         assert client.get("/healthz").status_code == 200
+
+
+def test_a_key_has_so_many_streams_and_no_more_until_one_of_them_ends(live, http, key, monkeypatch):
+    monkeypatch.setattr(sse, "STREAMS_OF_A_KEY", 2)
+    job = driving.submit(http)["id"]
+    path = f"/v1/jobs/{job}/stream"
+    another = http.post("/v1/keys", json={"name": "other", "scopes": ["read"]}).json()["secret"]
+    with live.http(key) as client, live.http(another) as second, ExitStack() as open_ones:
+        for _ in range(2):
+            stream = open_ones.enter_context(client.stream("GET", path))
+            # Its first bytes say that it has begun, and counts.
+            assert next(stream.iter_raw())
+        error = envelope(http.get(path), 429)
+        assert (error["code"], "2 streams" in error["message"]) == ("rate_limit_exceeded", True)
+        with second.stream("GET", path) as others:
+            assert others.status_code == 200
+        open_ones.close()
+        wait_for(lambda: begins(http, path))
+        http.post(f"/v1/jobs/{job}/cancel")
+
+
+def begins(http, path: str) -> bool:
+    with http.stream("GET", path) as stream:
+        return stream.status_code == 200
 
 
 def test_streams_that_a_key_opened_end_when_it_is_revoked(live, http, monkeypatch):
