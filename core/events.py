@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import get_args
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core import paging
+from core.errors import InvalidRequest
 from core.models import Job, JobEvent
 from core.paging import Order, Page
+from engine.events import Event
+
+TYPES = frozenset({"state", "changed"} | {kind.model_fields["type"].default for kind in get_args(get_args(Event)[0])})
+"""What an event can be of: the service's own, and those that the engine tells."""
 
 
 def page(
@@ -21,7 +27,14 @@ def page(
     order: Order = "desc",
     types: Collection[str] = (),
 ) -> Page[JobEvent]:
-    """Events in order of `seq`, those beyond `after` in that direction; of these types only, where some are named."""
+    """Events in order of `seq`, those beyond `after` in that direction; of these types only, where some are named.
+
+    Raises InvalidRequest for a type of which there is never any.
+    """
+    if unknown := sorted(set(types) - TYPES):
+        raise InvalidRequest(
+            f"There are no events of type {unknown[0][:64]!r}; types are {', '.join(sorted(TYPES))}.", param="type"
+        )
     query = select(JobEvent).where(JobEvent.job_id == job.id)
     if types:
         query = query.where(JobEvent.type.in_(types))

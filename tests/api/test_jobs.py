@@ -281,6 +281,8 @@ def test_what_happened_is_listed_in_order_with_unique_ids_and_by_type(live, http
     assert [event["data"]["state"] for event in everything if event["type"] == "state"] == [
         "queued", "starting", "running", "succeeded",
     ]  # fmt: skip
+    refused = envelope(http.get(f"/v1/jobs/{job}/events", params={"type": ["step", "stpe"]}), 400)
+    assert (refused["param"], "'stpe'" in refused["message"], "step" in refused["message"]) == ("type", True, True)
     steps = http.get(f"/v1/jobs/{job}/events", params={"type": "step", "limit": 2}).json()
     assert [event["data"]["step"] for event in steps["data"]] == [1, 2]
     assert steps["has_more"]
