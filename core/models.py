@@ -194,7 +194,10 @@ class Upload(Base):
     """A file that comes in parts. The parts lie in storage beneath `uploads/<id>/` until it has ended."""
 
     __tablename__ = "uploads"
-    __table_args__ = (Index("uploads_by_project", "project_id", "created_at", "id"),)
+    __table_args__ = (
+        Index("uploads_by_project", "project_id", "created_at", "id"),
+        Index("uploads_by_end", "status", "expires_at"),
+    )
 
     id: Mapped[str] = mapped_column(Id, primary_key=True)
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
@@ -214,7 +217,7 @@ class Upload(Base):
     file_id: Mapped[str | None] = mapped_column(Id)
     """The file that it became, which may be gone again."""
     created_at: Mapped[float] = mapped_column(default=database_now())
-    expires_at: Mapped[float] = mapped_column(index=True)
+    expires_at: Mapped[float]
 
 
 class UploadPart(Base):

@@ -37,6 +37,7 @@ SPARE = 2
 """An upload takes so many times its bytes in all: a part whose answer got lost is sent again, under another id."""
 
 PENDING, COMPLETED, CANCELLED, EXPIRED = "pending", "completed", "cancelled", "expired"
+ENDED = (COMPLETED, CANCELLED, EXPIRED)
 _MD5 = re.compile(r"[0-9a-fA-F]{32}")
 
 
@@ -353,7 +354,7 @@ def _end(session: Session, upload_id: str, to: str, **values: object) -> bool:
 
 def expire(db: Database, storage: Storage) -> list[str]:
     """End the uploads whose hour is over, with their parts; their ids. A few a transaction."""
-    is_late = (Upload.status == PENDING, Upload.expires_at + GRACE_SECONDS < database_now())
+    is_late = (Upload.status == PENDING, Upload.expires_at < database_now() - GRACE_SECONDS)
     all_ended = list[str]()
     while True:
         with db.session() as session:
@@ -369,9 +370,8 @@ def expire(db: Database, storage: Storage) -> list[str]:
 def forget(db: Database, storage: Storage) -> None:
     """Let go of uploads that ended long ago, and of what a process that was killed left of them in storage."""
     with db.reading() as session:
-        old = session.scalars(
-            select(Upload.id).where(Upload.status != PENDING, Upload.expires_at + REMEMBERED_SECONDS < database_now())
-        ).all()
+        is_old = (Upload.status.in_(ENDED), Upload.expires_at < database_now() - REMEMBERED_SECONDS)
+        old = session.scalars(select(Upload.id).where(*is_old)).all()
     for id_ in old:
         storage.delete_tree(_prefix(id_))
         with db.session() as session:

@@ -276,7 +276,9 @@ def test_what_expires_goes_a_few_at_a_time_and_all_in_the_end(
         # The first ones that are looked at are needed, and hold up none of the others.
         needed = sorted(made)[:2]
         make.job(session, spec=make.spec(data={"train": needed}).model_dump(mode="json"))
-        session.execute(update(File).where(File.id.in_(made)).values(expires_at=database_now() - 1))
+        # One moment for all: PostgreSQL's clock goes on from row to row.
+        moment = session.scalars(select(database_now())).one() - 1
+        session.execute(update(File).where(File.id.in_(made)).values(expires_at=moment))
     begun = [begin(database, owner) for _ in range(5)]
     for upload in begun:
         make_late(database, upload, uploads.GRACE_SECONDS + 1)

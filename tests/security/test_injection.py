@@ -67,6 +67,7 @@ def test_a_file_name_adds_nothing_to_the_head_of_an_answer(live: Live, http, key
     assert set(names) <= {
         b"date", b"etag", b"accept-ranges", b"content-disposition", b"content-length", b"content-type", b"x-request-id",
         b"x-ratelimit-limit-requests", b"x-ratelimit-remaining-requests", b"x-ratelimit-reset-requests", b"connection",
+        b"x-content-type-options",
         b"server",
     }  # fmt: skip
     (said,) = [line for line in lines if line.lower().startswith(b"content-disposition")]
