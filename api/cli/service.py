@@ -87,38 +87,47 @@ def become(module: str) -> None:
 
 
 @app.command(rich_help_panel="The service")
-def migrate() -> None:
+def migrate(as_json: JsonFlag = False) -> None:
     """Bring the database to the schema of this version, and make the first key; for parts that run on their own."""
     with starting():
         from api.serve import prepare
         from core.settings import Settings
 
-        if secret := prepare(Settings()):
-            typer.echo(f"The first admin key, shown this once and kept nowhere: {secret}")
+        secret = prepare(Settings())
+    if as_json:
+        show_json({"admin_key": secret})
+    elif secret:
+        typer.echo(f"The first admin key, shown this once and kept nowhere: {secret}")
 
 
 Folder = Annotated[Path, typer.Argument(help="Folder of the backup.", file_okay=False)]
 
 
 @app.command(rich_help_panel="The service")
-def backup(folder: Folder) -> None:
+def backup(folder: Folder, as_json: JsonFlag = False) -> None:
     """Copy the database and what it names in storage to a new folder, while the service runs."""
     with starting():
         from core import backup as copying
         from core.settings import Settings
 
         made = copying.backup(Settings(), folder)
+    if as_json:
+        show_json(asdict(made))
+        return
     typer.echo(f"{folder} has the database and {made.objects} objects ({size(made.bytes)}), each verified.")
 
 
 @app.command(rich_help_panel="The service")
-def restore(folder: Folder) -> None:
+def restore(folder: Folder, as_json: JsonFlag = False) -> None:
     """Make what a backup holds the data of a service that has none yet; then start it."""
     with starting():
         from core import backup as copying
         from core.settings import Settings
 
         made = copying.restore(Settings(), folder)
+    if as_json:
+        show_json(asdict(made))
+        return
     typer.echo(
         f"The database and {made.objects} objects ({size(made.bytes)}) of {folder} are there; start the service."
     )
