@@ -80,11 +80,13 @@ def test_a_key_has_so_many_streams_and_no_more_until_one_of_them_ends(live, http
     job = driving.submit(http)["id"]
     path = f"/v1/jobs/{job}/stream"
     another = http.post("/v1/keys", json={"name": "other", "scopes": ["read"]}).json()["secret"]
+    heard = []
     with live.http(key) as client, live.http(another) as second, ExitStack() as open_ones:
         for _ in range(2):
-            stream = open_ones.enter_context(client.stream("GET", path))
+            # Kept, as an iterator that is let go closes its stream.
+            heard.append(open_ones.enter_context(client.stream("GET", path)).iter_raw())
             # Its first bytes say that it has begun, and counts.
-            assert next(stream.iter_raw())
+            assert next(heard[-1])
         error = envelope(http.get(path), 429)
         assert (error["code"], "2 streams" in error["message"]) == ("rate_limit_exceeded", True)
         with second.stream("GET", path) as others:
