@@ -97,7 +97,7 @@ class OneTrip(APIRoute):
 
 
 def few_at_once(endpoint: Callable[P, Result]) -> Callable[P, Result]:
-    """Let an endpoint have the application's `few` threads, where that has any set aside, and else those of all."""
+    """Let an endpoint have the application's `few` threads, and not those of all."""
     setattr(endpoint, _FEW, True)
     return endpoint
 

@@ -29,18 +29,21 @@ def downgrade(url: str, revision: str) -> None:
 
 def is_current(engine: Engine) -> bool:
     """Whether the database has exactly the newest schema."""
-    with engine.connect() as connection:
-        heads = MigrationContext.configure(connection).get_current_heads()
-    return set(heads) == _newest()
+    return _heads(engine) == _newest()
 
 
 def is_behind(engine: Engine) -> bool:
     """Whether migrations are missing that this version has. A database that a newer version has migrated lacks none."""
-    with engine.connect() as connection:
-        heads = set(MigrationContext.configure(connection).get_current_heads())
+    heads = _heads(engine)
     return heads != _newest() and heads <= {
         step.revision for step in ScriptDirectory.from_config(_config()).walk_revisions()
     }
+
+
+def _heads(engine: Engine) -> set[str]:
+    """The migrations that a database ends with; none where it has no tables."""
+    with engine.connect() as connection:
+        return set(MigrationContext.configure(connection).get_current_heads())
 
 
 @cache
